@@ -7,6 +7,7 @@ Needs no TPU: `libtpu` from the package index contains the compiler. Every case 
   python benchmarks/bench_tpu_compile.py --fused                          # copies inside a model's step
   python benchmarks/bench_tpu_compile.py --alternatives                   # the peer's programs, dropped alternatives
   python benchmarks/bench_tpu_compile.py --page-shapes --generations v6e  # every page shape that engines have
+  python benchmarks/bench_tpu_compile.py --states                         # states of linear attention
 
 Columns: blocks in a job (any: one program serves every size); HBM of the program beside its arguments, in blocks,
 including outputs; host memory of its arguments in MiB per device; DMAs to or from host memory per block of the job;
@@ -27,6 +28,7 @@ from common import count, make_parser, print_table, write_json
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from tests.tpu_compile import states
 from tests.tpu_compile.harness import ALL_PROGRAMS, Case, compile_in_subprocess
 from tests.tpu_compile.page_shapes import PAGES as PAGE_SHAPES
 from tests.tpu_compile.page_shapes import case as page_case
@@ -50,6 +52,9 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         if args.page_shapes is not None:
             yield from page_cases(generation, args)
             continue
+        if args.states is not None:
+            yield from state_cases(generation, args)
+            continue
         for tp in args.tp:
             for dtype in args.dtypes:
                 for num_layers in args.layers:
@@ -72,6 +77,13 @@ def page_cases(generation: str, args: argparse.Namespace) -> Iterator[Case]:
         for tp in set(pages.tp) & set(args.tp):
             topology = TOPOLOGIES[generation][tp]
             yield page_case(pages, topology, tp, num_blocks=args.num_blocks, programs=tuple(args.programs))
+
+
+def state_cases(generation: str, args: argparse.Namespace) -> Iterator[Case]:
+    for name, model in states.MODELS.items():
+        for tp in set(model.tp) & set(args.tp):
+            for array in states.ARRAYS:
+                yield states.case(TOPOLOGIES[generation][tp], name, tp, array, num_rows=args.states)
 
 
 def with_programs(case: Case, args: argparse.Namespace) -> Iterator[Case]:
@@ -100,7 +112,7 @@ def rows_of(case: Case) -> list[dict[str, Any]]:
     except Exception as e:
         error = str(e).strip().splitlines()[-1][:160]
         return [{"program": "+".join(case.programs), "error": error, **vars(case)}]
-    for result in results if case.segment_blocks == 31 else ():  # one of `page_case`
+    for result in results if case.segment_blocks in (31, states.SEGMENT_ROWS) else ():  # a page shape, or a state
         result |= {"page_shape": case.page_shape, "order": case.order}
     plain = next((r["temp_nbytes"] for r in results if r["program"] == "step"), 0)
     for result in results:
@@ -161,6 +173,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--page-shapes", nargs="*", metavar="PART", help="compile the table of page shapes, or a part of it"
+    )
+    parser.add_argument(
+        "--states", type=count, nargs="?", const=129, metavar="ROWS", help="compile states with that many rows (129)"
     )
     parser.add_argument(
         "--programs", nargs="+", choices=ALL_PROGRAMS, default=ALL_PROGRAMS, help="programs of --page-shapes"

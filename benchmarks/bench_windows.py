@@ -1,8 +1,9 @@
-"""What does a conversation cost with sliding-window layers: bytes saved and loaded a turn, and kept in the host tier?
+"""What does a conversation cost with sliding windows or states: bytes saved and loaded a turn, and kept?
 
 The scheduler plans a conversation of many turns; HBM has lost everything between two turns. The bytes in its plans are
-counted. Beside it, the same with full-length layer groups, as vLLM has them for a connector without `SupportsHMA`:
-every token is kept in every group. No bytes are copied, so any model's shape will do.
+counted. Beside it, for sliding windows the same with full-length layer groups, as vLLM has them for a connector without
+`SupportsHMA`: every token is kept in every group. For states, the same with a state saved after every block. No bytes
+are copied, so any model's shape will do.
 
   python benchmarks/bench_windows.py --json windows.json
 """
@@ -31,48 +32,94 @@ from tpu_offload import (
 from tpu_offload.types import Direction
 
 NULL = 0
-BLOCK_SIZE = 16
-NUM_CHUNKS = 1 << 20  # nothing is evicted
+NUM_CHUNKS = 1 << 16  # nothing is evicted
 STEP_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model: layers a group, the windows of its groups, heads of keys and values, and the width of a head."""
+    """A model.
+
+    Attributes:
+      num_layers: layers a group.
+      windows: of its groups with sliding windows.
+      num_kv_heads: heads of keys and values.
+      head_dim: width of a head.
+      dtype: of the KV.
+      block_size: tokens in a block.
+      num_state_layers: layers with a state.
+      conv: shape of the convolution's part of one layer's state, in bfloat16.
+      recurrent: shape of its recurrent part, in float32.
+    """
 
     num_layers: int
     windows: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    dtype: str = "bfloat16"
+    block_size: int = 16
+    num_state_layers: int = 0
+    conv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
 
     def layout(self, *, full_length: bool) -> KVLayout:
         """The layer groups as vLLM has them: window groups share the arrays of the full one, or are as long."""
         arrays = self.num_layers * (1 + len(self.windows) if full_length else 1)
-        page = (BLOCK_SIZE, self.num_kv_heads, 2, self.head_dim)
-        pages = (PageGroup(tuple(range(arrays)), page, "bfloat16"),)
+        page = (self.block_size, self.num_kv_heads, 2, self.head_dim)
+        pages = (PageGroup(tuple(range(arrays)), page, self.dtype),)
         windows = () if full_length else self.windows
         groups = [LayerGroup(LayerGroupKind.SLIDING_WINDOW, pages, window) for window in windows]
         full = LayerGroup(LayerGroupKind.FULL_ATTENTION, pages)
-        return KVLayout(BLOCK_SIZE, (full, *groups), null_block=NULL)
+        if self.num_state_layers:
+            first, end = range(arrays, arrays + self.num_state_layers), arrays + 2 * self.num_state_layers
+            state_pages = (
+                PageGroup(tuple(first), self.conv, "bfloat16"),
+                PageGroup(tuple(range(first.stop, end)), self.recurrent, "float32"),
+            )
+            groups.append(LayerGroup(LayerGroupKind.STATE, state_pages))
+        return KVLayout(self.block_size, (full, *groups), null_block=NULL)
 
 
 SHAPES = {
     "gemma-3-27b": Shape(10, (1024,) * 6, 16, 128),
     "gpt-oss-120b": Shape(18, (128,), 8, 64),
+    "qwen3.5-397b": Shape(
+        15,
+        (),
+        2,
+        256,
+        dtype="float8_e4m3fn",
+        block_size=256,
+        num_state_layers=45,
+        conv=(3, 12_288),
+        recurrent=(64, 128, 128),
+    ),
 }
 
 
 class Conversation:
-    """One conversation, turn after turn, with the scheduler alone."""
+    """One conversation, turn after turn, with the scheduler alone.
 
-    def __init__(self, layout: KVLayout, *, decode_save: bool) -> None:
+    Args:
+      layout: the model's.
+      decode_save: whether answers are saved.
+      dense: whether a state is saved after every block.
+    """
+
+    def __init__(self, layout: KVLayout, *, decode_save: bool, dense: bool = False) -> None:
         self.layout = layout
+        self.dense = dense
+        self.block_size = layout.block_size
         config = OffloadConfig.create(
-            num_cpu_chunks=NUM_CHUNKS, save_path="direct", load_path="direct", decode_save=decode_save
+            host_gb=NUM_CHUNKS * layout.block_nbytes / 2**30,
+            save_path="direct",
+            load_path="direct",
+            decode_save=decode_save,
         )
+        self.sizes = {"num_host_chunks": config.host_chunks(layout), "num_host_states": config.host_states(layout)}
         self.scheduler = OffloadScheduler(config, layout)
-        self.scheduler.apply(finish_jobs(None, num_host_chunks=NUM_CHUNKS))
-        self.hasher = BlockHasher(layout.fingerprint(), block_size=BLOCK_SIZE)
+        self.scheduler.apply(finish_jobs(None, **self.sizes))
+        self.hasher = BlockHasher(layout.fingerprint(), block_size=self.block_size)
         self.tokens: list[int] = []
         self.hashes: list[BlockHash] = []
         self.num_turns = 0
@@ -90,16 +137,18 @@ class Conversation:
         self.run(self.scheduler.plan_step())
         num_computed = found
         while num_computed < num_prompt:
-            start, num_computed = num_computed, min(num_prompt, num_computed + STEP_TOKENS)
+            start, num_computed = num_computed, self.end_of_step(num_computed, num_prompt)
             self.step(name, num_prompt, start, num_computed)
         for token in answer:
             self.tokens.append(token)
             self.hasher.extend(self.hashes, self.tokens)
-            if len(self.tokens) % BLOCK_SIZE == 0:
+            if len(self.tokens) % self.block_size == 0:
                 self.step(name, num_prompt, len(self.tokens) - 1, len(self.tokens))
         self.scheduler.finish(name)
         stats = self.scheduler.stats()
         kept = (stats.num_resident_chunks + stats.num_window_chunks) * self.layout.block_nbytes
+        if self.layout.state_group is not None:
+            kept += stats.num_states * self.layout.state_group.block_nbytes
         return {
             "saved_nbytes": self.nbytes[Direction.SAVE],
             "loaded_nbytes": self.nbytes[Direction.LOAD],
@@ -108,6 +157,14 @@ class Conversation:
             "kept_nbytes": kept,
         }
 
+    def end_of_step(self, start: int, num_prompt: int) -> int:
+        """Where a step of the prompt ends: with states also at the last block boundary, and if dense at each."""
+        end, size = min(num_prompt, start + STEP_TOKENS), self.block_size
+        if self.layout.state_group is None:
+            return end
+        boundary = (start // size + 1 if self.dense else (num_prompt - 1) // size) * size
+        return boundary if start < boundary < end else end
+
     def step(self, name: str, num_prompt: int, start: int, end: int) -> None:
         held = ScheduledRequest(
             request_id=name,
@@ -115,28 +172,37 @@ class Conversation:
             block_hashes=self.hashes,
             num_prompt_tokens=num_prompt,
             num_computed_tokens=end,
+            retained_tokens=[end] if self.dense else (),
         )
         self.run(self.scheduler.plan_step([held]))
 
     def run(self, plan: StepPlan) -> None:
         """All jobs of a plan succeed at once."""
         for job in plan.jobs:
-            self.nbytes[job.direction] += job.num_blocks * self.layout.block_nbytes
-        self.scheduler.apply(finish_jobs(plan, num_host_chunks=NUM_CHUNKS))
+            for part in job.parts:
+                # Groups of attention share the arrays; a row has its own.
+                self.nbytes[job.direction] += len(part.block_ids) * self.layout.groups[part.group_id].block_nbytes
+        self.scheduler.apply(finish_jobs(plan, **self.sizes))
 
     def tables(self, num_tokens: int, *, start: int) -> list[list[int]]:
         """Per group, a block for each that tokens from `start` on attend to or write."""
-        num_blocks, tables = -(-num_tokens // BLOCK_SIZE), []
+        num_blocks, tables = -(-num_tokens // self.block_size), []
         for number, group in enumerate(self.layout.groups):
-            first = max(0, start - group.window + 1) // BLOCK_SIZE if group.window else 0
+            first = max(0, start - group.window + 1) // self.block_size if group.window else 0
+            if group.kind is LayerGroupKind.STATE:
+                first = (num_tokens - 1) // self.block_size
+                if start and start % self.block_size == 0:  # of a load that ends there
+                    first = min(first, start // self.block_size - 1)
             tables.append([NULL] * first + [1 + number * num_blocks + i for i in range(first, num_blocks)])
         return tables
 
 
-def measure(shape: Shape, args: Any, *, full_length: bool, decode_save: bool) -> dict[str, Any]:
-    """A conversation's bytes: in all, and of each turn."""
+def measure(shape: Shape, args: Any, *, plain: bool, decode_save: bool) -> dict[str, Any]:
+    """A conversation's bytes: in all, and of each turn; `plain` is what others do."""
     rng = random.Random(args.seed)
-    conversation = Conversation(shape.layout(full_length=full_length), decode_save=decode_save)
+    dense = plain and shape.num_state_layers > 0
+    layout = shape.layout(full_length=plain and not dense)
+    conversation = Conversation(layout, decode_save=decode_save, dense=dense)
     turns = [
         conversation.turn(
             [rng.randrange(1 << 17) for _ in range(args.prompt_tokens)],
@@ -160,17 +226,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, results = [], []
     for model in args.models:
         for decode_save in (False, True):
-            windows, full = (
-                measure(SHAPES[model], args, full_length=is_full, decode_save=decode_save) for is_full in (False, True)
-            )
-            results.append({"model": model, "decode_save": decode_save, "windows": windows, "full_length": full})
-            for name, found in (("windows", windows), ("full length", full)):
+            shape = SHAPES[model]
+            ours, plain = (measure(shape, args, plain=plain, decode_save=decode_save) for plain in (False, True))
+            names = ("last boundary", "every block") if shape.num_state_layers else ("windows", "full length")
+            results.append({"model": model, "decode_save": decode_save} | dict(zip(names, (ours, plain), strict=True)))
+            for name, found in zip(names, (ours, plain), strict=True):
                 row = [model, "prompts and answers" if decode_save else "prompts", name]
                 row += [f"{found[f'{what}_nbytes'] / 2**30:.2f}" for what in ("saved", "loaded", "kept")]
                 rows.append([*row, f"{found['computed_tokens']:,}"])
-    headers = ["model", "saved", "layer groups", "saved GiB", "loaded GiB", "kept GiB", "tokens computed"]
+    headers = ["model", "saved", "checkpoints", "saved GiB", "loaded GiB", "kept GiB", "tokens computed"]
     print_table(f"a conversation of {args.turns} turns", headers, rows, num_labels=3)
-    write_json(args, question="bytes of a conversation with sliding windows", results=results)
+    write_json(args, question="bytes of a conversation with sliding windows or states", results=results)
     return 0
 
 

@@ -54,6 +54,18 @@ def test_transfer_as_a_command(tmp_path):
     assert found == base | {("direct", *shape, 1) for shape in varied}
 
 
+def test_states(run):
+    sizes = "--num-layers 2 --channels 256 --heads 2 --num-rows 3 --devices 2"
+    said, report = run("bench_states", f"{sizes} --job-rows 1 2 --rounds 2")
+    assert "States of 2 layers" in said
+    assert report["row_nbytes"] == 2 * (3 * 256 * 2 + 2 * 128 * 128 * 4)
+    assert [result["num_rows"] for result in report["results"]] == [1, 2]
+    for result in report["results"]:
+        assert result["job_nbytes"] == result["num_rows"] * report["row_nbytes"]
+        assert result["load"]["of_limit"]["num"] == 2
+        assert result["save"]["gb_per_s"] > 0
+
+
 def test_save_modes(run):
     sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
     said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
@@ -185,10 +197,21 @@ def test_windows(run):
     said, report = run("bench_windows", "--models gpt-oss-120b --turns 4 --prompt-tokens 300 --answer-tokens 100")
     assert "a conversation of 4 turns" in said
     for result in report["results"]:
-        windows, full = result["windows"], result["full_length"]
+        windows, full = result["windows"], result["full length"]
         assert windows["computed_tokens"] == full["computed_tokens"] < 4 * 400
         assert 0 < windows["loaded_nbytes"] < full["loaded_nbytes"]
         assert windows["kept_nbytes"] <= windows["saved_nbytes"] < full["saved_nbytes"] == full["kept_nbytes"]
+
+
+def test_windows_of_a_model_with_states(run):
+    said, report = run("bench_windows", "--models qwen3.5-397b --turns 4 --prompt-tokens 900 --answer-tokens 100")
+    assert "every block" in said
+    row_nbytes = 45 * (3 * 12_288 * 2 + 64 * 128 * 128 * 4)
+    for result in report["results"]:
+        ours, dense = result["last boundary"], result["every block"]
+        assert ours["computed_tokens"] == dense["computed_tokens"] < 4 * 1200
+        assert row_nbytes * 3 < ours["loaded_nbytes"] == dense["loaded_nbytes"]
+        assert row_nbytes * 4 < ours["saved_nbytes"] < dense["saved_nbytes"] / 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -213,6 +236,8 @@ def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys,
         ("bench_save_modes", "--evicted-blocks 1", "a prefix of one block has no later eviction"),
         ("bench_dispatch", "--num-blocks 300", "--num-blocks exceeds --cache-blocks or --host-chunks"),
         ("bench_transfer", "--paths fused", "set --step-ms"),
+        ("bench_states", "--job-rows 4 --num-rows 3", "--job-rows exceeds --num-rows"),
+        ("bench_states", "--devices 99", "--devices 99: 8 found"),
     ],
 )
 def test_sizes_that_make_no_sense(main, script, arguments, error, capsys):

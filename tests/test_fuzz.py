@@ -162,7 +162,7 @@ def call_with_junk(rng: random.Random, scheduler, hashes) -> None:
         lambda: scheduler.plan_step([maybe(broken(
             ScheduledRequest, request_id=name, block_tables=rng.choice([[blocks], blocks]), block_hashes=hashes,
             num_prompt_tokens=maybe(8),
-            num_computed_tokens=maybe(8),
+            num_computed_tokens=maybe(8), retained_tokens=maybe([4]),
         ))]),
         lambda: swap.swap_out(name, maybe([blocks]), hashes, num_computed_tokens=maybe(8)),
         lambda: swap.swap_in(name, maybe([blocks]), present=maybe([0])),

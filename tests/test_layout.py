@@ -168,7 +168,7 @@ def test_layer_groups_may_share_arrays():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([(0, (0,))], r"groups=\(\(0, \(0,\)\),\) .* for 2 KV caches; expected each of them in a group"),
+        ([(0, (0,))], r"groups=\(\(0, \(0,\)\),\).* for 2 KV caches; expected each of them in a group"),
         ([(0, (0, 1, 2))], "for 2 KV caches; expected each of them in a group"),
         ([(0, (0, 1)), (-1, (0, 1))], "expected windows in tokens, or 0"),
         ([(0, (0, 1)), (8, ())], "each with the positions of its arrays"),

@@ -152,13 +152,17 @@ class OffloadStats:
     num_evicted_chunks: int = _counter("chunks", "Chunks evicted from the host tier to make room.")
     num_checkpoints: int = _gauge(
         "checkpoints",
-        "Boundaries in the host tier at which a request can go on: all sliding-window blocks before them are there, or "
-        "being saved. 0 for a model without sliding windows.",
+        "Boundaries in the host tier at which a request can go on: the sliding-window blocks before them and the state "
+        "after them are there, or being saved. 0 for a model without sliding windows and states.",
         family="resident_checkpoints",
     )
     num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the windows of checkpoints take.")
     num_host_states: int = _gauge("states", "Size of the part of the host tier that holds states, on every worker.")
-    num_states: int = _gauge("states", "States in the host tier: one for each checkpoint of a model that has them.")
+    num_states: int = _gauge(
+        "states",
+        "States in the host tier: one for each checkpoint of a model that has them.",
+        family="resident_states",
+    )
     num_evicted_checkpoints: int = _counter(
         "checkpoints", "Checkpoints evicted from the host tier to make room, by themselves or with their prefix."
     )

@@ -318,8 +318,8 @@ class StepReport:
       results: jobs that ended.
       num_host_chunks: slots of the host pool that are allocated; only grows within an incarnation.
       num_host_states: likewise, rows of the host pool of states; 0 without states.
-      lost_slots: ranges (first, end) of slots whose contents were lost since the last report. Those of states are
-        numbered from the configured number of chunks on (`OffloadConfig.host_chunks`).
+      lost_slots: ranges (first, end) of slots whose contents were lost since the last report.
+      lost_states: likewise, rows of the host pool of states.
       num_swap_blocks: per layer group, allocated blocks of the swap pool; only grows, too. Empty without request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose contents were lost since the last report.
       oldest_job_id: no job with a smaller id is or will be in flight on this worker: every one that it received has
@@ -336,6 +336,7 @@ class StepReport:
     num_host_chunks: int
     num_host_states: int = 0
     lost_slots: tuple[tuple[int, int], ...] = ()
+    lost_states: tuple[tuple[int, int], ...] = ()
     num_swap_blocks: tuple[int, ...] = ()
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()
     oldest_job_id: int = 0

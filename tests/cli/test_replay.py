@@ -84,9 +84,22 @@ def test_a_model_with_sliding_windows(tmp_path):
     assert report["offload"]["prompt_tokens"]["host"] > 0
 
 
-def test_layers_that_cannot_be_divided(error_of):
-    error = error_of("replay", "--model", "hybrid", "--num-layers", "6")
-    assert "--model hybrid with --num-layers 6; expected a multiple of 4" in error
+def test_a_model_with_states(tmp_path):
+    """The host tier is sized for the states too: none is evicted."""
+    path = tmp_path / "r.json"
+    layers = ("--num-layers", "4", "--max-num-batched-tokens", "32")
+    assert replay("--model", "state", *layers, "--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    assert report["model"]["state_layers"] == [0, 1, 2]
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+    assert report["offload"]["host"]["num_evicted_chunks"] == 0
+
+
+@pytest.mark.parametrize("model", ["hybrid", "state"])
+def test_layers_that_cannot_be_divided(error_of, model):
+    error = error_of("replay", "--model", model, "--num-layers", "6")
+    assert f"--model {model} with --num-layers 6; expected a multiple of 4" in error
 
 
 @pytest.mark.parametrize(

@@ -57,19 +57,22 @@ class FakeWorker:
         self.num_host_chunks = num_host_chunks
         self.num_host_states = num_host_states
         self.state_group_id = -1  # without states
-        self.first_state_slot = 0
         self.staged = staged
         self.hbm: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
         self.in_flight: list[tuple[CopyJob, list[bytes]]] = []
         self.lost_slots: list[tuple[int, int]] = []
+        self.lost_states: list[tuple[int, int]] = []
 
     def blocks(self, job: CopyJob) -> list[int]:
         """Blocks in HBM, part after part; rows of states are numbered from `ROWS` on."""
         return [self._row(part) + block_id for part in job.parts for block_id in part.block_ids]
 
     def places(self, job: CopyJob) -> list[int]:
-        """Likewise, places in the host tier."""
+        """Likewise, places in the host tier; this worker has all of those of states."""
+        for part in job.parts:
+            if part.group_id == self.state_group_id:
+                assert max(part.host_block_ids) < self.num_host_states, "a state in memory that is not there"
         return [self._row(part) + place for part in job.parts for place in part.host_block_ids]
 
     def _row(self, part: CopyPart) -> int:
@@ -123,21 +126,24 @@ class FakeWorker:
 
     def lose(self, first: int, end: int, *, blocks_per_chunk: int) -> None:
         """Zeroes the bytes in these slots; the next report contains the loss."""
-        if self.state_group_id >= 0 and first >= self.first_state_slot:
-            places = range(ROWS + first - self.first_state_slot, ROWS + end - self.first_state_slot)
-        else:
-            places = range(first * blocks_per_chunk, end * blocks_per_chunk)
-        self.host.update(dict.fromkeys(places, POISON))
+        self.host.update(dict.fromkeys(range(first * blocks_per_chunk, end * blocks_per_chunk), POISON))
         self.lost_slots.append((first, end))
+
+    def lose_states(self, first: int, end: int) -> None:
+        """Likewise, these rows of states."""
+        self.host.update(dict.fromkeys(range(ROWS + first, ROWS + end), POISON))
+        self.lost_states.append((first, end))
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
         lost, self.lost_slots = tuple(self.lost_slots), []
+        lost_states, self.lost_states = tuple(self.lost_states), []
         return StepReport(
             worker_id=self.worker_id,
             results=tuple(results or ()),
             num_host_chunks=self.num_host_chunks,
             num_host_states=self.num_host_states,
             lost_slots=lost,
+            lost_states=lost_states,
         )
 
 

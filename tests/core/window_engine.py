@@ -128,7 +128,6 @@ class WindowEngine:
         for worker in self.workers:
             worker.hbm = dict.fromkeys([*range(num_blocks), *range(ROWS, ROWS + num_rows)], POISON)
             worker.state_group_id = self.state_group
-            worker.first_state_slot = config.host_chunks(self.layout)
             self.scheduler.apply(worker.report())
 
     # What blocks hold.

@@ -49,12 +49,12 @@ class FaultyWorker(FakeWorker):
             results += self.finish(1, fail=fails, failed_blocks=failed)
         return results
 
-    def restart(self, num_host_chunks: int) -> None:
+    def restart(self, num_host_chunks: int, num_host_states: int) -> None:
         """A new process, with empty memory."""
         self.incarnation += 1
         self.num_cache_losses = self.next_job_id = 0
-        self.num_host_chunks = num_host_chunks
-        self.in_flight, self.lost_slots, self.host = [], [], {}
+        self.num_host_chunks, self.num_host_states = num_host_chunks, num_host_states
+        self.in_flight, self.lost_slots, self.lost_states, self.host = [], [], [], {}
         self.hbm = dict.fromkeys(self.hbm, POISON)
 
     def lose_caches(self) -> list[JobResult]:
@@ -67,6 +67,7 @@ class FaultyWorker(FakeWorker):
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
         lost, self.lost_slots = tuple(self.lost_slots), []
+        lost_states, self.lost_states = tuple(self.lost_states), []
         oldest = 0 if self.keeps_results else min((job.job_id for job, _ in self.in_flight), default=self.next_job_id)
         return StepReport(
             worker_id=self.worker_id,
@@ -74,6 +75,7 @@ class FaultyWorker(FakeWorker):
             num_host_chunks=self.num_host_chunks,
             num_host_states=self.num_host_states,
             lost_slots=lost,
+            lost_states=lost_states,
             incarnation=self.incarnation,
             num_cache_losses=self.num_cache_losses,
             oldest_job_id=oldest,
@@ -190,7 +192,7 @@ class FaultyLife(RandomLife):
 
     def lose_slots(self) -> None:
         worker = self.rng.choice(self.workers)
-        worker.lose(*self.slots_to_lose(worker), blocks_per_chunk=self.blocks_per_chunk)
+        self.lose_memory(worker)
         self.deliver(worker, [])
 
     def step_idly(self) -> None:
@@ -226,7 +228,8 @@ class FaultyLife(RandomLife):
         engine, rng = self.engine, self.rng
         if rng.random() < self.restart_rate:
             worker.restart(
-                rng.choice([worker.num_host_chunks, worker.num_host_chunks // 2 + 2, worker.most_host_chunks])
+                rng.choice([worker.num_host_chunks, worker.num_host_chunks // 2 + 2, worker.most_host_chunks]),
+                rng.choice([worker.num_host_states, 1, 8]),
             )
             self.undelivered[worker.worker_id].clear()
             self.deliver(worker, [])

@@ -86,7 +86,7 @@ class RandomLife:
         _, results = engine.step(computed)
         for i, worker in enumerate(engine.workers):
             if rng.random() < self.loss_rate:
-                worker.lose(*self.slots_to_lose(worker), blocks_per_chunk=self.blocks_per_chunk)
+                self.lose_memory(worker)
             self.undelivered[i] += results[i]
             if rng.random() < 0.6:
                 fail = rng.random() < self.fault_rate
@@ -96,13 +96,16 @@ class RandomLife:
                 batch, self.undelivered[i] = self.undelivered[i], []
                 engine.apply(worker, batch)
 
-    def slots_to_lose(self, worker: FakeWorker) -> tuple[int, int]:
-        """A range of slots, of chunks or of states."""
-        first, end = 0, worker.num_host_chunks
-        if self.has_states and self.rng.random() < 0.3:
-            first, end = worker.first_state_slot, worker.first_state_slot + worker.num_host_states
-        first = self.rng.randrange(first, end)
-        return first, self.rng.randint(first + 1, end)
+    def lose_memory(self, worker: FakeWorker) -> None:
+        """A worker loses a range of chunks or of states."""
+        of_states = self.has_states and self.rng.random() < 0.3
+        num_slots = worker.num_host_states if of_states else worker.num_host_chunks
+        first = self.rng.randrange(num_slots)
+        end = self.rng.randint(first + 1, num_slots)
+        if of_states:
+            worker.lose_states(first, end)
+        else:
+            worker.lose(first, end, blocks_per_chunk=self.blocks_per_chunk)
 
     def run(self, num_steps: int) -> None:
         engine, rng = self.engine, self.rng

@@ -9,6 +9,16 @@ from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, Reque
 TINY = ModelConfig(vocab_size=96, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
 # Three layer groups, of full attention and of two windows, that share one array.
 WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(0, 2))
+# A group with full attention, one with a window, and one of two layers with states.
+STATEFUL = dataclasses.replace(
+    TINY,
+    num_layers=4,
+    sliding_window=10,
+    window_layers=(1,),
+    state_layers=(0, 2),
+    num_state_heads=2,
+    state_head_dim=8,
+)
 SMALL_ENGINE = EngineConfig(block_size=4, num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32)
 
 

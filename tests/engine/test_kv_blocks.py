@@ -18,9 +18,10 @@ from tpu_offload.hashing import BlockHasher
 BLOCK_SIZE = SMALL_ENGINE.block_size
 
 
-def hybrid(*windows, **changes):
+def hybrid(*windows, has_states=False, **changes):
     config = dataclasses.replace(SMALL_ENGINE, **changes)
-    return Scheduler(config, BlockHasher(b"model", block_size=BLOCK_SIZE), offload=None, windows=(0, *windows))
+    hasher = BlockHasher(b"model", block_size=BLOCK_SIZE)
+    return Scheduler(config, hasher, offload=None, windows=(0, *windows), has_states=has_states)
 
 
 def seen_from(position, window):
@@ -201,6 +202,8 @@ class Contents:
     def __init__(self, windows):
         self.windows = windows
         self.places = {}
+        self.states = {}  # by row, the tokens that the state is of
+        self.num_resumed = 0
 
     def place(self, sequence, group_id, position):
         block_id = sequence.block_tables[group_id][position // BLOCK_SIZE]
@@ -212,6 +215,7 @@ class Contents:
         for source, target in copies:
             for offset in range(BLOCK_SIZE):
                 self.places[target, offset] = self.places.get((source, offset))
+        self.run_states(batch)
         for group_id in range(len(self.windows)):
             for run in batch:
                 for position in range(run.start, run.end):
@@ -223,14 +227,32 @@ class Contents:
                     tokens = hash((run.sequence.request.cache_salt, *run.sequence.tokens[: position + 1]))
                     assert self.places[self.place(run.sequence, group_id, position)] == (group_id, tokens)
 
+    def run_states(self, batch):
+        """Reads the states before the spans, and writes those after them in reverse order: no row is for two."""
+        for run in batch:
+            source, _ = run.state_rows
+            if source != NULL_BLOCK:
+                assert self.states[source] == self.text(run, run.start)
+                self.num_resumed += 1
+            else:
+                assert run.start == 0 or run.state_rows == (NULL_BLOCK, NULL_BLOCK)
+        for run in reversed(batch):
+            self.states[run.state_rows[1]] = self.text(run, run.end)
+
+    def text(self, run, num_tokens):
+        assert num_tokens <= len(run.sequence.tokens)
+        return run.sequence.request.cache_salt, *run.sequence.tokens[:num_tokens]
+
 
 def naive_prefix(blocks, windows, hashes):
     """The definition of a hit, longest first."""
+    states = blocks._states
     for n in range(len(hashes), 0, -1):
         ranges = [range(seen_from(n * BLOCK_SIZE, window) // BLOCK_SIZE, n) for window in windows]
-        if all(blocks._manager.get(g, hashes[i]) is not None for g, needed in enumerate(ranges) for i in needed):
-            return [list(needed) for needed in ranges]
-    return [[] for _ in windows]
+        found = all(blocks._manager.get(g, hashes[i]) is not None for g, needed in enumerate(ranges) for i in needed)
+        if found and (not states or states.get(hashes[n - 1]) is not None):
+            return [*map(list, ranges), *([[n - 1]] if states else [])]
+    return [[] for _ in range(len(windows) + bool(states))]
 
 
 class RandomLife:
@@ -239,8 +261,11 @@ class RandomLife:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         windows = self.rng.choice([(), (10,), (10, 10), (5, 5, 5), (1,), (33, 33)])
+        has_states = self.rng.random() < 0.5
         self.scheduler = hybrid(
             *windows,
+            has_states=has_states,
+            num_states=self.rng.choice([8, 8, 20]),
             num_blocks=self.rng.choice([40, 60, 100]),
             max_num_batched_tokens=self.rng.choice([5, 16, 40]),
             enable_prefix_caching=self.rng.random() < 0.9,
@@ -310,7 +335,10 @@ class RandomLife:
         assert [sorted(by_position) for by_position in found] == naive_prefix(blocks, self.windows, hashes)
         for group_id, by_position in enumerate(found):
             for i, block_id in by_position.items():
-                assert blocks._manager.key_of(block_id) == (group_id, hashes[i])
+                if group_id == len(self.windows):
+                    assert blocks._states.get(hashes[i]) == block_id
+                else:
+                    assert blocks._manager.key_of(block_id) == (group_id, hashes[i])
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -324,20 +352,27 @@ def test_random_lives_read_what_they_wrote(seed):
             break
     else:
         raise AssertionError("no progress")
-    assert life.scheduler._blocks.num_free == life.scheduler._blocks.total
+    blocks = life.scheduler._blocks
+    assert blocks.num_free == blocks.total
+    if blocks._states:
+        assert blocks._states.num_free == blocks._states.total
+        COUNTS["state hit"] += life.counts["hit"]
+        COUNTS["resumed"] += life.contents.num_resumed
     COUNTS["hit"] += life.counts["hit"] * (len(life.windows) > 1)
     COUNTS["forked"] += life.counts["forked"]
     COUNTS["preempted"] += life.scheduler.num_preemptions
     COUNTS["runs"] += 1
 
 
-COUNTS = dict.fromkeys(("hit", "forked", "preempted", "runs"), 0)
+COUNTS = dict.fromkeys(("hit", "state hit", "resumed", "forked", "preempted", "runs"), 0)
 
 
 def test_those_lives_were_eventful():
     if COUNTS["runs"] < 60:
         pytest.skip("not all of the random lives were lived")
     assert COUNTS["hit"] > 1000, COUNTS
+    assert COUNTS["state hit"] > 1000, COUNTS
+    assert COUNTS["resumed"] > 1000, COUNTS
     assert COUNTS["forked"] > 50, COUNTS
     assert COUNTS["preempted"] > 200, COUNTS
 

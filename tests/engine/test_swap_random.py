@@ -9,13 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens
+from tests.engine.helpers import SMALL_ENGINE, STATEFUL, TINY, WINDOWED, make_request, random_tokens
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
-MODELS = {"full": TINY, "windows": WINDOWED}
+MODELS = {"full": TINY, "windows": WINDOWED, "states": STATEFUL}
+NAMES = {model: name for name, model in MODELS.items()}
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=34, max_num_seqs=6)
 UNLIMITED = dataclasses.replace(TIGHT, num_blocks=400, enable_prefix_caching=False)
 COUNTS: Counter[Any] = Counter()
@@ -85,7 +86,7 @@ def run_random(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_
     With several rounds they are repeated, some with limits, and the cache is sometimes reset.
     """
     rng = random.Random(seed)
-    num_blocks = 60 if model is WINDOWED else TIGHT.num_blocks
+    num_blocks = TIGHT.num_blocks if model is TINY else 60
     config = dataclasses.replace(TIGHT, async_scheduling=asynchronous, num_blocks=num_blocks)
     nbytes = pool_blocks * 1.01 * 4 * TIGHT.block_size * 2 * TINY.num_kv_heads * TINY.head_dim  # 2 layers of 2 bytes
     engine = Engine(
@@ -115,7 +116,7 @@ def run_random(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_
     COUNTS["runs"] += 1
     COUNTS["preemptions"] += engine.stats().num_preemptions
     COUNTS["aborted"] += len(aborted)
-    COUNTS[f"swaps of {'windows' if model is WINDOWED else 'full'}"] += stats.num_swapped_in
+    COUNTS[f"swaps of {NAMES[model]}"] += stats.num_swapped_in
     return stats
 
 
@@ -199,7 +200,7 @@ def seeds(max_examples):
 @seeds(3)
 def test_pools_of_all_and_part_and_nothing_of_what_is_needed(reference, asynchronous, seed):
     model, expected = reference
-    tier = 0 if model is WINDOWED or seed % 3 else 12
+    tier = 0 if model is not TINY or seed % 3 else 12
     needed = run_random(model, expected, seed, pool_blocks=400, asynchronous=asynchronous, tier=tier).swap_peak_blocks
     for share in (0.3, 0.0):
         stats = run_random(model, expected, seed, pool_blocks=int(needed * share), asynchronous=asynchronous, tier=tier)
@@ -223,22 +224,44 @@ SAVING: Counter[Any] = Counter()
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
 @seeds(5)
 def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
+    stats = save_at(reference, save_on, seed, tier=(12, 40, 200)[seed % 3])
+    SAVING[f"saved on {save_on}"] += stats.saved_blocks
+    SAVING["loaded"] += stats.loaded_blocks
+    SAVING["runs"] += 1
+
+
+STATES: Counter[Any] = Counter()
+
+
+@pytest.mark.parametrize("reference", ["states"], indirect=True)
+@seeds(4)
+def test_states_in_the_tier_and_swapped(reference, seed):
+    stats = save_at(reference, "compute,preemption", seed, tier=(100, 500)[seed % 2])
+    STATES.update(loaded=stats.loaded_blocks, checkpoints=stats.num_checkpoints, runs=1)
+    STATES["evicted"] += stats.num_evicted_checkpoints
+
+
+def test_those_runs_saved_and_loaded_states():
+    if STATES["runs"] < 4:
+        pytest.skip("not all of the random runs were executed")
+    assert min(STATES.values()) > 3, STATES
+    assert len(STATES) == 4
+
+
+def save_at(reference, save_on, seed, *, tier):
     model, expected = reference
-    stats = run_random(
+    return run_random(
         model,
         expected,
         seed,
         pool_blocks=20 * (seed % 4 == 0),
         asynchronous=seed % 2 == 0,
-        tier=(12, 40, 200)[seed % 3],
+        tier=tier,
         num_rounds=3,
         save_on=save_on,
         save_after_sightings=1 + (seed % 5 == 0),
         blocks_per_chunk=1 + seed % 2,
     )
-    SAVING[f"saved on {save_on}"] += stats.saved_blocks
-    SAVING["loaded"] += stats.loaded_blocks
-    SAVING["runs"] += 1
 
 
 def test_those_runs_saved_and_loaded():
@@ -249,9 +272,9 @@ def test_those_runs_saved_and_loaded():
 
 
 def test_those_runs_swapped_enough():
-    if COUNTS["runs"] < 2 * (3 * 2 * 3 + 3 * 2) + 15:
+    if COUNTS["runs"] < 3 * (3 * 2 * 3 + 3 * 2) + 15 + 4:
         pytest.skip("not all of the random runs were executed")
     assert COUNTS["preemptions"] > 300, COUNTS
     for name in ("num_swapped_in", "num_recomputed_no_room", "num_lost_swaps", "swap_skipped_blocks", "aborted",
-                 "num_thrashed_swaps", "swaps of full", "swaps of windows"):  # fmt: skip
+                 "num_thrashed_swaps", "swaps of full", "swaps of windows", "swaps of states"):  # fmt: skip
         assert COUNTS[name] > 10, (name, COUNTS)

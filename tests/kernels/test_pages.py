@@ -32,6 +32,9 @@ CASES = [
     ((16, 2, 2, 48), "bfloat16", (0, 1, 2, 3, 4), 7),
     ((16, 8, 128), "bfloat16", (2, 0, 1, 3), 7),  # heads outermost
     ((5, 7, 9), "uint8", (3, 1, 0, 2), 40),
+    ((3, 256), "bfloat16", (1, 0, 2), 65),  # convolution states: 8 rows in a tile, one in the last
+    ((3, 1024), "bfloat16", (0, 1, 2), 17),  # the same with few rows: pages of 3 in tiles of 8
+    ((4, 32, 32), "float32", (1, 2, 3, 0), 65),  # recurrent states of small heads
 ]
 
 
@@ -52,6 +55,13 @@ MESHES = [
     (None, "data", "model"),
     (None, None, ("model", "data")),
     (None, "model", None, "data"),
+]
+# Page shape, dtype, order, sharded axes: states of linear attention, as tpu-inference shards them.
+STATES = [
+    ((3, 1024), "bfloat16", (1, 0, 2), ("data", None, "model")),
+    ((3, 1024), "bfloat16", (0, 1, 2), ("data", None, "model")),
+    ((8, 128, 128), "float32", (0, 1, 2, 3), ("data", "model", None, None)),
+    ((8, 32, 32), "float32", (1, 2, 3, 0), ("data", "model", None, None)),
 ]
 
 
@@ -121,6 +131,17 @@ def test_meshes_of_two_axes_in_any_order_of_devices(monkeypatch, axes, order, ax
     mesh = Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
     spec, caches = make(monkeypatch, (4, 8, 2, 32), "bfloat16", order, 130, NamedSharding(mesh, PartitionSpec(*axes)))
     check_round_trips(spec, caches)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(("shape", "dtype", "order", "axes"), STATES)
+def test_states_whose_row_axis_names_a_mesh_axis_of_one(monkeypatch, shape, dtype, order, axes, num_devices):
+    mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(1, -1), ("data", "model"))
+    spec, caches = make(monkeypatch, shape, dtype, order, 9, NamedSharding(mesh, PartitionSpec(*axes)))
+    assert spec.carrier == (np.uint32 if dtype == "float32" else np.uint16)
+    assert spec.flat is (order != (0, 1, 2, 3))
+    check_round_trips(spec, caches)
+    check_round_trips(dataclasses.replace(spec, in_turn=True), caches)
 
 
 @pytest.mark.parametrize("seed", range(16))

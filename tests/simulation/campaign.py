@@ -37,6 +37,8 @@ def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
     for seed in seeds:
         setup, actions = generate(seed, num_steps)
         world = World(setup)
+        totals["runs with windows"] += bool(setup.windows)
+        totals["runs with states"] += setup.num_rows > 0
         try:
             for action in actions:
                 world.act(action)
@@ -84,7 +86,11 @@ def summary(outcome: Outcome, *, seconds: float) -> str:
         f"{outcome.num_seeds} seeds, {t['steps']} steps ({t['steps'] / max(seconds, 1e-9):.0f} a second), "
         f"{t['requests']} requests, {t['load jobs']} loads ({t['loads used in part']} used in part), "
         f"{t['save jobs']} saves, {t['num_evicted_chunks']} evictions, {t['swap-outs']} swaps out, "
-        f"{t['swap-ins']} in, {t['num_lost_swaps']} lost; {t['resets']} resets, {t['num_worker_restarts']} restarts, "
+        f"{t['swap-ins']} in, {t['num_lost_swaps']} lost; {t['runs with windows']} runs with windows, "
+        f"{t['runs with states']} with states, {t['blocks loaded in windows']} blocks of windows and "
+        f"{t['blocks loaded in states']} states loaded, {t['blocks read']} blocks checked when read and "
+        f"{t['blocks checked in host memory']} in host memory; "
+        f"{t['resets']} resets, {t['num_worker_restarts']} restarts, "
         f"{t['num_failed_jobs']} failed jobs, {t['num_timed_out_jobs']} timeouts, {t['num_lost_results']} lost and "
         f"{t['num_ignored_results']} ignored results, {t['num_breaker_openings']} breaker openings, "
         f"{t['steps with slots in quarantine']} steps with quarantine; faults: {faults or 'none'}; "

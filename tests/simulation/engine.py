@@ -8,13 +8,15 @@ One long file, because all of it changes the same requests and blocks.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
-from tests.simulation.blocks import BlockPool
+from tests.simulation.blocks import BlockPool, CacheKey
+from tests.simulation.groups import Group, Reads
 from tests.simulation.memory import Junk, Prefixes, Violation, kv, mix
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, Request, TokenSpan
+from tests.simulation.tables import BlockTables, Found, Tables
 from tests.simulation.trace import Setup
 from tpu_offload import (
     BlockHash,
@@ -38,6 +40,7 @@ class SimEngine:
     Args:
       setup: sizes.
       layout: layout for the hashes.
+      groups: the layer groups.
       scheduler: the real scheduler.
       model: notified of the engine's calls.
       clock: the simulated time.
@@ -49,6 +52,7 @@ class SimEngine:
         self,
         setup: Setup,
         layout: KVLayout,
+        groups: Sequence[Group],
         scheduler: OffloadScheduler,
         model: Model,
         clock: Callable[[], float],
@@ -63,7 +67,8 @@ class SimEngine:
         self.log = log
         self.prefixes = Prefixes()
         self.hasher = BlockHasher(layout.fingerprint(), block_size=setup.block_size)
-        self.pool = BlockPool(setup.num_blocks)
+        self.groups = groups
+        self.tables = BlockTables(groups, [BlockPool(setup.num_blocks), BlockPool(setup.num_rows)], self._on_evict)
         self.requests: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.counts: Counter[str] = Counter()
@@ -78,7 +83,7 @@ class SimEngine:
         setup = self.setup
         if len(self.requests) >= setup.max_requests:
             return
-        limit = min(44, setup.num_blocks * setup.block_size - 8)
+        limit = min(44, setup.num_blocks // (1 + len(setup.windows)) * setup.block_size - 8)
         salt = mix(a, 3) % setup.num_salts
         tokens = [a >> i // 6 & 1 for i in range(1 + b % 40)]
         if self.ended and b % 3 == 0:
@@ -87,7 +92,7 @@ class SimEngine:
         tokens = tokens[: limit - 6]
         self.submit(tokens, salt=salt, max_tokens=min(limit, len(tokens) + 1 + mix(b, 2) % 14))
 
-    def submit(self, tokens: list[int], *, salt: int, max_tokens: int) -> None:
+    def submit(self, tokens: list[int], *, salt: int, max_tokens: int) -> Request:
         """Adds a request with this prompt."""
         self._num_arrived += 1
         name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
@@ -97,6 +102,7 @@ class SimEngine:
         self.requests[name] = request
         self.counts["requests"] += 1
         self.log(f"{name} arrives: {len(tokens)} tokens, ends at {request.max_tokens}")
+        return request
 
     def abort(self, a: int) -> None:
         request = self._pick(a, self.requests.values())
@@ -122,7 +128,7 @@ class SimEngine:
                 if request.phase.holds_blocks or request.phase is Phase.PROMISED:
                     self._preempt(request, swap=False)
         self.epoch += 1
-        self.pool.invalidate()
+        self.tables.invalidate()
         self.scheduler.reset()
         self.model.on_reset()
         for request in self.requests.values():
@@ -137,7 +143,7 @@ class SimEngine:
         for request in self._queue():
             if request.phase.holds_blocks:
                 self._preempt(request, swap=False, is_lost=True)
-        self.pool.invalidate()
+        self.tables.invalidate()
         self.counts["reported losses of the caches"] += 1
 
     # The step.
@@ -153,7 +159,7 @@ class SimEngine:
                 if span is not None:
                     spans.append(span)
                     budget -= span.end - span.start
-        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
         for request in [r for r in self._queue() if r.phase in (Phase.WAITING, Phase.PROMISED, Phase.SWAPPED)]:
             dice = mix(number, request.arrival + 500) if number else 0
             if not self._try_admit(request, dice):
@@ -165,7 +171,10 @@ class SimEngine:
                     budget -= span.end - span.start
         if number and mix(number, 4242) % 10 == 0:
             self._stop_a_waiting_request(mix(number, 4243))
-        return [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
+        for span in spans:
+            self.tables.settle(span.request.tables, span.start, span.end)
+        return spans
 
     def changed_requests(self, spans: list[TokenSpan], number: int) -> list[ScheduledRequest]:
         """The requests for `plan_step`: those in which the step completes a block, and occasionally others."""
@@ -175,20 +184,33 @@ class SimEngine:
             num_full = span.end // self.setup.block_size
             if num_full != request.num_named or (number and mix(number, request.arrival + 900) % 7 == 0):
                 request.num_named = num_full
-                changed.append(
-                    ScheduledRequest(
-                        request_id=request.name,
-                        block_tables=[request.blocks],
-                        block_hashes=request.hashes,
-                        num_prompt_tokens=request.num_prompt,
-                        num_computed_tokens=span.end,
-                    )
-                )
+                retained: list[int] = []
+                if number and len(self.groups) > 1 and mix(number, request.arrival + 901) % 4 == 0:
+                    retained = [mix(request.arrival, i) % (num_full + 2) * self.setup.block_size for i in range(2)]
+                changed.append(self._scheduled(request, span.end, retained))
         return changed
+
+    def _scheduled(self, request: Request, num_computed: int, retained: Sequence[int] = ()) -> ScheduledRequest:
+        return ScheduledRequest(
+            request_id=request.name,
+            block_tables=request.tables,
+            block_hashes=request.hashes,
+            num_prompt_tokens=request.num_prompt,
+            num_computed_tokens=num_computed,
+            retained_tokens=retained,
+        )
+
+    def reads(self, span: TokenSpan) -> list[Reads]:
+        """What the layers of all groups read in a step."""
+        request = span.request
+        return [
+            group.reads(table, request.kv, span.start, span.end)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
 
     def writes(self, spans: list[TokenSpan]) -> list[tuple[int, int, int]]:
         """(block, offset, KV) of all writes of the forward pass; updates the KV that requests must have."""
-        writes, size = [], self.setup.block_size
+        writes: list[tuple[int, int, int]] = []
         for span in spans:
             request = span.request
             for _ in range(span.num_accepted):
@@ -197,9 +219,9 @@ class SimEngine:
             del request.kv[span.start :]
             for i in range(span.start, num_right):
                 request.kv.append(self.junk.one() if request.is_stale else kv(request.nodes[i], self.epoch))
-                writes.append((request.blocks[i // size], i % size, request.kv[i]))
-            for i in range(num_right, span.end + span.num_drafts):
-                writes.append((request.blocks[i // size], i % size, self.junk.one()))
+            rejected = [self.junk.one() for _ in range(num_right, span.end + span.num_drafts)]
+            for group, table in zip(self.groups, request.tables, strict=True):
+                writes += group.writes(table, [*request.kv[span.start :], *rejected], span.start)
         return writes
 
     def complete(self, spans: list[TokenSpan]) -> None:
@@ -306,11 +328,16 @@ class SimEngine:
         request.num_computed = num_computed
         request.num_loading = 0
         request.phase = Phase.RUNNING
+        self.tables.release_left_over(request.tables, num_computed)
+        if not self.tables.can_continue(request.tables, num_computed):
+            self.counts["failed loads that a window was granted for"] += 1
+            self._preempt(request, swap=False)
 
     def _register(self, request: Request, first: int) -> None:
-        if not request.is_stale and self.setup.hbm_cache:
-            for i in range(first, request.num_computed // self.setup.block_size):
-                self.pool.register(request.blocks[i], request.hashes[i])
+        if not request.is_stale and self.setup.hbm_cache and request.tables:
+            end = request.num_computed // self.setup.block_size
+            self.tables.register(request.tables, request.hashes, first, end)
+            for i in range(first, end):
                 self._origins.setdefault(request.hashes[i], (request, i))
 
     def _plan_span(self, request: Request, dice: int, budget: int) -> TokenSpan | None:
@@ -319,30 +346,36 @@ class SimEngine:
         num_tokens = min(known - start, budget)
         if dice >> 4 & 1:
             num_tokens = min(num_tokens, 1 + (dice >> 5) % 7)
-        span = TokenSpan(request, start, start + num_tokens)
+        span = TokenSpan(request, start, self.end_of_step(start, start + num_tokens, dice))
         if span.end == known and self.setup.max_drafts:
             room = request.max_tokens - known
             span.num_drafts = min((dice >> 8) % (self.setup.max_drafts + 1), max(0, room - 1))
             span.num_accepted = (dice >> 12) % (span.num_drafts + 1)
-        missing = -(-(span.end + span.num_drafts) // self.setup.block_size) - len(request.blocks)
-        while missing > self.pool.num_free:
+        self.tables.release_passed(request.tables, start)
+        wanted = [group.granted(start, span.end + span.num_drafts) for group in self.groups]
+        missing = self.tables.num_missing(request.tables, wanted)
+        while not self.tables.can_allocate(missing):
             victim = [r for r in self._queue() if r.phase.holds_blocks][-1]
             self._preempt(victim, swap=not dice >> 16 & 1)
             if victim is request:
                 return None
-        if missing > 0:
-            request.blocks += self._allocate(missing)
+        self.tables.fill(request.tables, wanted)
         return span
+
+    def end_of_step(self, start: int, end: int, dice: int) -> int:
+        """Where a step ends that could compute these tokens."""
+        chunk_tokens = self.setup.block_size * self.setup.blocks_per_chunk
+        return min(group.end_of_step(start, end, dice=dice, chunk_tokens=chunk_tokens) for group in self.groups)
 
     def _try_admit(self, request: Request, dice: int) -> bool:
         """Grants blocks to a waiting request; False if it, and those behind it, must wait."""
         if request.phase is Phase.SWAPPED:
             return dice % 8 > 0 or self._try_swap_in(request)  # sometimes it lets others go first
         size, num_tokens = self.setup.block_size, len(request.tokens)
-        cached: list[int] = []
+        cached, num_cached = self.tables.nothing(), 0
         if request.phase is Phase.WAITING:
-            cached = self.pool.lookup(request.hashes[: (num_tokens - 1) // size])
-            num_cached = len(cached) * size
+            cached = self.tables.find_prefix(request.hashes[: (num_tokens - 1) // size])
+            num_cached = len(cached[0]) * size
             found = self.scheduler.match(
                 request.name, request.hashes, num_tokens=num_tokens, num_computed_tokens=num_cached
             )
@@ -353,17 +386,41 @@ class SimEngine:
                 self.counts["waits for a save"] += 1
                 self._release(request)
                 return False
-        missing = -(-num_tokens // size) - len(cached)
+        num_loaded = request.num_promised
+        if num_loaded and dice % 11 == 3:  # an engine may take fewer tokens, but not of a load with windows
+            num_loaded = dice % num_loaded if len(self.groups) == 1 else 0
         lingers = dice % 5 == 2 or (request.phase is Phase.PROMISED and dice % 2)
-        if missing > self.pool.num_free_without(cached) or lingers:
-            if (request.phase is Phase.WAITING and dice >> 20 & 1) or cached or not request.num_promised:
+        tables = None
+        if not lingers:
+            tables = self.tables.grant(*self._to_grant(request, cached, num_cached, num_loaded, dice))
+        if tables is None:
+            if (request.phase is Phase.WAITING and dice >> 20 & 1) or num_cached or not request.num_promised:
                 self._release(request)
             else:
                 request.phase = Phase.PROMISED
             return False
-        self.pool.share(cached)
-        self._admit(request, [*cached, *self._allocate(missing)], len(cached) * size, dice)
+        self._admit(request, tables, num_cached, num_loaded)
         return True
+
+    def _to_grant(
+        self, request: Request, cached: Found, num_cached: int, num_loaded: int, dice: int
+    ) -> tuple[list[Sequence[int]], Found]:
+        """Per layer group, where a request gets blocks, and the cached ones among them.
+
+        The first group gets all at once. The others get what the load fills, and what they need before it, if it fails.
+        """
+        size = self.setup.block_size
+        loads_on = num_loaded if dice >> 21 & 1 else 0
+        wanted: list[Sequence[int]] = [range(-(-len(request.tokens) // size))]
+        shared = [cached[0]]
+        for group, found in zip(self.groups[1:], cached[1:], strict=True):
+            needed = group.needed(num_cached + loads_on)
+            kept = {p: block for p, block in found.items() if p in needed}
+            end = (num_cached + num_loaded) // size
+            loaded = group.loaded(num_cached // size, end) if num_loaded else ()
+            wanted.append([*kept, *loaded])
+            shared.append(kept)
+        return wanted, shared
 
     def _check_wait(self, request: Request, found: Match) -> None:
         """Raises Violation unless a match answers ARRIVING only until the deadline that the first one set."""
@@ -380,19 +437,20 @@ class SimEngine:
             )
         request.waits_until_s, request.num_found = found.until_s, found.num_tokens
 
-    def _allocate(self, num_blocks: int) -> list[int]:
-        """Allocates free blocks, and reports the cached prefixes that this evicts."""
-        for block_hash in self.pool.next_evicted(num_blocks):
-            request, number = self._origins.pop(block_hash)
-            self.scheduler.evict(
-                CachedPrefix(
-                    block_hashes=request.hashes,
-                    num_blocks=number + 1,
-                    block_of=lambda group_id, block_hash: self.pool.get(block_hash),
-                    num_prompt_tokens=request.num_prompt,
-                )
+    def _on_evict(self, key: CacheKey) -> None:
+        """A cached block is about to be granted: reports the prefix that loses it."""
+        group_id, block_hash = key
+        if group_id:
+            return
+        request, number = self._origins.pop(block_hash)
+        self.scheduler.evict(
+            CachedPrefix(
+                block_hashes=request.hashes,
+                num_blocks=number + 1,
+                block_of=lambda group_id, block_hash: self.tables.pools[0].get((group_id, block_hash)),
+                num_prompt_tokens=request.num_prompt,
             )
-        return self.pool.allocate(num_blocks)
+        )
 
     def _release(self, request: Request) -> None:
         self.scheduler.release(request.name)
@@ -400,14 +458,12 @@ class SimEngine:
         request.phase = Phase.WAITING
         request.num_promised = 0
 
-    def _admit(self, request: Request, blocks: list[int], num_cached: int, dice: int) -> None:
-        num_loaded, request.num_promised = request.num_promised, 0
-        if num_loaded and dice % 11 == 3:
-            num_loaded = dice % num_loaded  # an engine may take fewer tokens
+    def _admit(self, request: Request, tables: Tables, num_cached: int, num_loaded: int) -> None:
+        request.num_promised = 0
         request.waits_until_s = 0.0
-        self.scheduler.admit(request.name, [blocks], num_loaded_tokens=num_loaded)
-        self.model.on_admit(request.name, num_loaded)
-        request.blocks = blocks
+        self.scheduler.admit(request.name, tables, num_loaded_tokens=num_loaded)
+        self.model.on_admit(request, tables, num_cached, num_loaded)
+        request.tables = tables
         request.num_computed, request.num_loading, request.num_named = num_cached, num_loaded, 0
         request.kv = [kv(node, self.epoch) for node in request.nodes[:num_cached]]
         request.is_stale = False
@@ -422,19 +478,28 @@ class SimEngine:
         if request.swap_is_stale:
             raise Violation(f"{request.name} could be swapped in with KV from before the reset")
         num_full = 0 if request.is_stale else request.num_computed // size
-        present = {i: b for i in range(num_full) if (b := self.pool.get(request.hashes[i])) is not None}
-        needed = -(-len(request.tokens) // size)
-        if needed - len(present) > self.pool.num_free_without(list(present.values())):
+        pool = self.tables.pools[0]
+        present = {i: b for i in range(num_full) if (b := pool.get((0, request.hashes[i]))) is not None}
+        wanted = [group.needed(request.num_computed) for group in self.groups]
+        wanted[0] = range(-(-len(request.tokens) // size))
+        tables = self.tables.grant(wanted, [present, *self.tables.nothing()[1:]])
+        if tables is None:
             return False
-        self.pool.share(list(present.values()))
-        new = iter(self._allocate(needed - len(present)))
-        request.blocks = [present[i] if i in present else next(new) for i in range(needed)]
+        request.tables = tables
         request.num_named = 0
-        waits = swap.swap_in(request.name, [request.blocks], present=present)
+        granted = [tables[0], *self._in_use(request)[1:]]
+        waits = swap.swap_in(request.name, granted, present=present)
         request.phase = Phase.RETURNING if waits else Phase.RUNNING
         self.counts["swap-ins"] += 1
         self.log(f"{request.name} is being swapped in, {len(present)} blocks are in HBM")
         return True
+
+    def _in_use(self, request: Request) -> Tables:
+        """Per layer group, the blocks that a request needs to continue."""
+        return [
+            [table[p] for p in group.needed(request.num_computed)]
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
 
     def _preempt(self, request: Request, *, swap: bool, is_lost: bool = False) -> None:
         """Preempts a request: releases its blocks or its promise."""
@@ -446,27 +511,21 @@ class SimEngine:
         elif request.phase is Phase.RUNNING and swap:
             hashes = () if request.is_stale else request.hashes
             out = self.scheduler.swap.swap_out(
-                request.name, [request.blocks], hashes, num_computed_tokens=request.num_computed
+                request.name, self._in_use(request), hashes, num_computed_tokens=request.num_computed
             )
             self.counts["swap-outs"] += out
         self.log(f"{request.name} is preempted while {request.phase.value}; {'swapped out' if out else 'recompute'}")
         if request.phase is not Phase.RETURNING:
             held = None
-            if request.blocks and not (out or is_lost):
-                held = ScheduledRequest(
-                    request_id=request.name,
-                    block_tables=[request.blocks],
-                    block_hashes=request.hashes,
-                    num_prompt_tokens=request.num_prompt,
-                    num_computed_tokens=request.num_computed,
-                )
+            if request.tables and not (out or is_lost):
+                held = self._scheduled(request, request.num_computed)
             self.scheduler.preempt(request.name, held=held)
             self.model.on_gone(request.name)
         self._release_blocks(request, out=out)
 
     def _release_blocks(self, request: Request, *, out: bool = False) -> None:
-        self.pool.free(request.blocks)
-        request.blocks = []
+        self.tables.free(request.tables)
+        request.tables = []
         request.num_loading = request.num_promised = request.num_named = 0
         request.waits_until_s = 0.0  # the wait of a preempted request starts again
         request.phase = Phase.SWAPPED if out else Phase.WAITING
@@ -481,5 +540,5 @@ class SimEngine:
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
         self.model.loads.end_request(request.name)
-        self.pool.free(request.blocks)
-        request.blocks = []
+        self.tables.free(request.tables)
+        request.tables = []

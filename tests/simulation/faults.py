@@ -103,18 +103,23 @@ class Faults:
 
     def _lose_slots(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        if worker.host.num_ready:
-            first = b % worker.host.num_ready
-            end = first + 1 + mix(b, 1) % (worker.host.num_ready - first)
-            worker.lose(worker.host, first, end, size=worker.size)
+        before, num_ready = 0, worker.host.num_ready
+        if worker.num_states_ready and mix(b, 3) % 2:
+            before, num_ready = worker.max_slots, worker.num_states_ready
+        if num_ready:
+            first = before + b % num_ready
+            end = first + 1 + mix(b, 1) % (before + num_ready - first)
+            worker.lose_slots(first, end)
             self._note("lose_slots", f"worker {worker.worker_id} loses slots {first} to {end - 1}")
 
     def _lose_swap(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        if worker.pool.num_ready:
-            first = b % worker.pool.num_ready
-            end = first + 1 + mix(b, 1) % (worker.pool.num_ready - first)
-            worker.lose(worker.pool, first, end, size=1)
+        group_id = mix(b, 2) % len(worker.pools)
+        pool = worker.pools[group_id]
+        if pool.num_ready:
+            first = b % pool.num_ready
+            end = first + 1 + mix(b, 1) % (pool.num_ready - first)
+            worker.lose_swap_blocks(group_id, first, end)
             self._note("lose_swap", f"worker {worker.worker_id} loses blocks {first} to {end - 1} of its swap pool")
 
     def _restart(self, a: int, b: int) -> None:

@@ -15,7 +15,9 @@ class Loading:
     Attributes:
       job_id: the job.
       slots: for each block, the slot of the host tier that it is read from.
-      chunks: for each block, the hash of its chunk.
+      chunks: for each block, the hash of its chunk; None in layer groups after the first.
+      num_blocks: blocks of the first layer group, which come first.
+      is_whole: whether one failed block makes all of it useless.
       num_good: leading blocks without a reported failure.
       bad: chunks whose copies failed.
     """
@@ -23,12 +25,17 @@ class Loading:
     job_id: int
     slots: list[int]
     chunks: list[BlockHash | None]
-    num_good: int
+    num_blocks: int
+    is_whole: bool
+    num_good: int = dataclasses.field(init=False)
     bad: set[BlockHash | None] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.num_good = self.num_blocks
 
     def fail(self, positions: Iterable[int]) -> None:
         """Marks blocks as not, or possibly not, loaded."""
-        self.num_good = min(self.num_good, min(positions))
+        self.num_good = min(self.num_good, 0 if self.is_whole else min(positions))
 
 
 @final
@@ -101,7 +108,7 @@ class LoadTracker:
         if loading is None:  # it was never sent
             return set()
         good = loading.num_good * self._block_size
-        if num_tokens > good or (finished and loading.num_good < len(loading.slots)):
+        if num_tokens > good or (finished and loading.num_good < loading.num_blocks):
             raise Violation(f"{name} uses {num_tokens} tokens of load {loading.job_id}; only {good} of them are valid")
         if finished:
             for other in self._loadings.values():  # one that failed earlier in the same report

@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from tests.jobs import host_block_ids
+from tests.simulation.groups import Group
 from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
+from tests.simulation.places import Places
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
-from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
+from tpu_offload import BlockHash, ChunkKey, CopyJob, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
 from tpu_offload.core.breaker import BreakerState
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
 
@@ -32,6 +34,10 @@ class OpenJob:
       slots: slots of the host tier that it reads or writes.
       waiting_for: workers that have not reported it.
       deadline_s: when it times out.
+      num_blocks: blocks that it copies.
+      pieces: of a load, the slot of each block that comes after those of full attention.
+      bad_pieces: those that a worker has named as not copied.
+      is_void: whether a worker has failed without saying what it did not copy.
     """
 
     direction: Direction
@@ -39,6 +45,35 @@ class OpenJob:
     slots: set[int]
     waiting_for: set[int]
     deadline_s: float
+    num_blocks: int = 0
+    pieces: tuple[int, ...] = ()
+    bad_pieces: set[int] = dataclasses.field(default_factory=set)
+    is_void: bool = False
+
+    def fail(self, positions: Collection[int]) -> None:
+        """A worker could not copy the blocks at these positions; none means all."""
+        self.is_void |= not positions
+        num_full = self.num_blocks - len(self.pieces)
+        self.bad_pieces.update(self.pieces[i - num_full] for i in positions if i >= num_full)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Admitted:
+    """A load that was admitted and not sent yet.
+
+    Attributes:
+      since_s: when.
+      slots: slots of the host tier that it reads.
+      parts: per layer group, its blocks and what each of them must hold in the end.
+    """
+
+    since_s: float
+    slots: tuple[int, ...]
+    parts: list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(blocks) for blocks, _ in self.parts)
 
 
 @final
@@ -47,6 +82,7 @@ class Model:
 
     Args:
       setup: sizes.
+      groups: the layer groups.
       scheduler: the real scheduler.
       workers: the workers, whose memories are checked.
       clock: the simulated time.
@@ -57,12 +93,14 @@ class Model:
     def __init__(
         self,
         setup: Setup,
+        groups: Sequence[Group],
         scheduler: OffloadScheduler,
         workers: list[SimWorker],
         clock: Callable[[], float],
         timeout_s: float,
         log: Callable[[str], None],
     ) -> None:
+        self.groups = groups
         self.scheduler = scheduler
         self.index = scheduler._index
         self.workers = workers
@@ -70,6 +108,7 @@ class Model:
         self.timeout_s = timeout_s
         self.log = log
         self.size = setup.blocks_per_chunk
+        self.places = Places(setup)
         self.block_size = setup.block_size
         self.budget = setup.num_staging_blocks if setup.num_slots else 0
         self.blocks: dict[BlockHash, tuple[tuple[int, ...], BlockHash | None]] = {}
@@ -83,15 +122,21 @@ class Model:
         self.promises: dict[
             str, tuple[int, tuple[int, ...]]
         ] = {}  # position of the first block in its chunk, and slots
-        self.admitted: dict[
-            str, tuple[int, float, tuple[int, ...]]
-        ] = {}  # not sent yet: blocks, time of admission, and slots
+        self.admitted: dict[str, Admitted] = {}
         self.planned_at_s = 0.0
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
+        self.checkpoints: dict[ChunkKey, Checkpoint] = {}  # the READY ones
+        self.used_next: dict[str, Checkpoint] = {}  # by request, the one that it was promised last
+        self.used: set[Checkpoint] = set()  # that a request has loaded
+        self.lost_slots: set[int] = set()  # of pieces that a worker has lost or could not read, until written again
+        self.unreadable: set[int] = set()  # of them, those that were reported as lost, or that a failed load named
+        self.num_evicted_checkpoints = self.unexplained = 0
+        self.cache_epochs: dict[int, tuple[int, int]] = {}  # by worker, as last reported
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
         self.incarnations: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
+        self.num_states_ready = dict(self.num_ready)  # likewise, of states
         self.counts: Counter[str] = Counter()
 
     # Calls of the engine.
@@ -114,18 +159,52 @@ class Model:
                 raise Violation(f"{request.name} is promised chunk {chunk}, which is not visible")
             slots.append(by_hash[block_hash])
             self.loads.check_match(request.name, (block_hash,))
+        if len(self.groups) > 1:
+            slots += self._promised_checkpoint(request, num_cached + num_tokens)
         self.promises[request.name] = first % self.size, tuple(slots)
         self.counts["promises"] += 1
+
+    def _promised_checkpoint(self, request: Request, num_tokens: int) -> Sequence[int]:
+        """The slots of the checkpoint with which a request is to continue after these tokens."""
+        chunk_tokens = self.size * self.block_size
+        if num_tokens % chunk_tokens:
+            raise Violation(f"{request.name} is promised windows up to token {num_tokens}, which is inside a chunk")
+        key = self.checkpoints_by_hash().get(request.hashes[num_tokens // self.block_size - 1])
+        if key is None:
+            raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
+        checkpoint = self.checkpoints[key]
+        if not self.unreadable.isdisjoint(checkpoint.slots):
+            raise Violation(f"{request.name} is promised a checkpoint with a piece that cannot be read")
+        self.used_next[request.name] = checkpoint
+        return checkpoint.slots
+
+    def checkpoints_by_hash(self) -> dict[BlockHash, ChunkKey]:
+        return {last_block_hash(key): key for key in self.checkpoints}
 
     def on_release(self, name: str) -> None:
         self.promises.pop(name, None)
 
-    def on_admit(self, name: str, num_loaded: int) -> None:
-        promise = self.promises.pop(name, None)
+    def on_admit(self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, num_loaded: int) -> None:
+        promise = self.promises.pop(request.name, None)
         if num_loaded and promise is not None:
             first, slots = promise
+            first_block = num_cached // self.block_size
             num_blocks = -(-num_loaded // self.block_size)
-            self.admitted[name] = num_blocks, self.clock(), slots[: -(-(first + num_blocks) // self.size)]
+            if len(self.groups) == 1:
+                slots = slots[: -(-(first + num_blocks) // self.size)]
+            else:
+                self.used.add(self.used_next[request.name])
+            parts = []
+            for group, table in zip(self.groups, tables, strict=True):
+                positions = group.loaded(first_block, first_block + num_blocks)
+                contents = [self._content(group, request.nodes, p) for p in positions]
+                parts.append((tuple(table[p] for p in positions), contents))
+            self.admitted[request.name] = Admitted(self.clock(), slots, parts)
+
+    def _content(self, group: Group, nodes: Sequence[int], position: int) -> tuple[int, ...]:
+        """What the block at a position of a prefix holds in a layer group."""
+        first = position * self.block_size
+        return group.content([kv(node, self.epoch) for node in nodes[first : first + self.block_size]])
 
     def on_gone(self, name: str) -> None:
         self.promises.pop(name, None)
@@ -145,6 +224,7 @@ class Model:
         self.promises.clear()
         self.admitted.clear()
         self.loads.reset()
+        self._void_jobs()
         self.sync_index()
         if self.scheduler.swap._pool._block_of:
             raise Violation("the swap pool still finds blocks by hash after the reset")
@@ -157,7 +237,8 @@ class Model:
         """Ends jobs that have timed out by the next plan."""
         now_s = self.clock()
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
-            self.late[job_id] = self.jobs.pop(job_id)
+            self.late[job_id] = job = self.jobs.pop(job_id)
+            self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
             self.loads.fail(job_id, ())
             self.counts["timeouts"] += 1
 
@@ -173,36 +254,72 @@ class Model:
         readers = self._pinned_slots()
         now_s = self.planned_at_s = self.clock()
         for job in plan.of(JobKind.LOAD):
-            num_blocks, since_s, _ = self.admitted.pop(job.request_id, (-1, 0.0, ()))
-            self.counts["loads that waited"] += since_s < now_s - 0.15
-            if num_blocks != job.num_blocks:
-                raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
-            places = [place // self.size for place in host_block_ids(job)]
-            chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
-            self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
+            admitted = self.admitted.pop(job.request_id, None)
+            if admitted is None or admitted.num_blocks != job.num_blocks:
+                wanted = admitted.num_blocks if admitted else None
+                raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {wanted}")
+            num_blocks = job.num_blocks
+            self.counts["loads that waited"] += admitted.since_s < now_s - 0.15
+            self._check_load(job, admitted)
+            places = [self.places.slot_of(place) for place in self.places.host(job)]
+            num_full = len(job.parts[0].block_ids)
+            chunks = [
+                last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None
+                for slot in places[:num_full]
+            ] + [None] * (num_blocks - num_full)
+            loading = Loading(job.job_id, places, chunks, num_full, is_whole=len(self.groups) > 1)
+            self.loads.start(job.request_id, loading)
             slots = set(places)
             num_staged = job.num_staging_blocks
-            if not (0 < num_staged <= num_blocks if self.stages[Direction.LOAD] else num_staged == 0):
+            if not (0 < num_staged <= self.places.num_staged(job) if self.stages[Direction.LOAD] else num_staged == 0):
                 raise Violation(f"load {job.job_id} of {num_blocks} blocks has {num_staged} staging blocks")
             num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
             self.counts["loads in pieces"] += num_pieces > 1
             deadline_s = now_s + self.timeout_s * num_pieces
-            self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s))
+            opened = OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s)
+            opened.num_blocks, opened.pieces = num_blocks, tuple(places[num_full:])
+            self._open(job.job_id, opened)
         self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
         for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
-            slots = {place // self.size for place in host_block_ids(job)}
-            if len(slots) * self.size != job.num_blocks:
+            slots = {self.places.slot_of(place) for place in self.places.host(job)}
+            if sum(len(self.places.of_slot(slot)) for slot in slots) != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:
                 self._check_writable(job.job_id, slot, readers)
-            if job.num_staging_blocks != (job.num_blocks if self.stages[Direction.SAVE] else 0):
+            self.lost_slots -= slots
+            self.unreadable -= slots
+            if job.num_staging_blocks != (self.places.num_staged(job) if self.stages[Direction.SAVE] else 0):
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
             self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._all_workers(), deadline_s))
         for swap in plan.of(JobKind.SWAP_OUT):
-            for place in (place for part in swap.parts for place in part.host_block_ids):
-                if any(worker.will_write_swap(place) for worker in self.workers):
+            for group_id, place in ((part.group_id, place) for part in swap.parts for place in part.host_block_ids):
+                if any(worker.will_write_swap(group_id, place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, which another copy may still write")
+
+    def _check_load(self, job: CopyJob, admitted: Admitted) -> None:
+        """Raises Violation unless a load copies what its request needs, in all layer groups, to its blocks."""
+        parts = {part.group_id: part for part in job.parts}
+        for group, (blocks, contents) in zip(self.groups, admitted.parts, strict=True):
+            part = parts.get(group.group_id)
+            if (part.block_ids if part else ()) != blocks:
+                raise Violation(
+                    f"load {job.job_id} for {job.request_id} writes the blocks {part and part.block_ids} of layer "
+                    f"group {group.group_id}; expected {blocks}"
+                )
+            if part is None:
+                continue
+            self.counts[f"blocks loaded in {group.kind}"] += len(blocks)
+            for worker in self.workers:
+                for place, content in zip(self.places.host_of(part), contents, strict=True):
+                    self._check_place(worker, place, content, f"load {job.job_id} of layer group {group.group_id}")
+
+    def _check_place(self, worker: SimWorker, place: int, content: tuple[int, ...], what: str) -> None:
+        """Raises Violation unless a worker's host memory has these bytes, or knows that they are lost."""
+        self.counts["blocks checked in host memory"] += 1
+        host = worker.host
+        if host.places[place] != content and place not in host.lost and place not in host.gone:
+            raise Violation(f"{what}: worker {worker.worker_id} has other bytes in place {place}")
 
     def check_flights(self, worker: SimWorker, open_jobs: Collection[int]) -> None:
         """Raises Violation if a load that had ended when the current plan was made may still write to HBM.
@@ -223,23 +340,40 @@ class Model:
             self.sync_index()
             return
         if report.incarnation > known:
-            self.num_ready[worker_id] = 0
+            self.num_ready[worker_id] = self.num_states_ready[worker_id] = 0
         self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
+        self.num_states_ready[worker_id] = max(self.num_states_ready[worker_id], report.num_host_states)
         if report.incarnation > known:
             self.loads.lose_slots(0, sys.maxsize)
-        for first, end in report.lost_slots:
+        lost_slots = self._lost_in(report)
+        for first, end in lost_slots:
             self.loads.lose_slots(first, end)
+            self.lost_slots.update(range(first, end))
+            self.unreadable.update(range(first, end))
+        losses = report.incarnation, report.num_cache_losses
+        if lost_slots or self.cache_epochs.get(worker_id, losses) != losses:
+            self._void_jobs()
+        self.cache_epochs[worker_id] = losses
         for result in report.results:
             job = self.jobs.get(result.job_id)
             if job and result.state is JobState.FAILED and worker_id in job.waiting_for:
                 self.loads.fail(result.job_id, result.failed_blocks)
+                if job.direction is Direction.LOAD:
+                    self.lost_slots |= job.slots
+                    job.fail(result.failed_blocks)
+            elif job and result.state is JobState.CANCELLED:
+                job.is_void = True
             self._report(result.job_id, worker_id)
         for job_id in [i for i in (*self.jobs, *self.late) if i < report.oldest_job_id]:
+            job = self.jobs.get(job_id)
+            if job and worker_id in job.waiting_for:  # its result is lost
+                job.is_void = True
+                self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
             self._report(job_id, worker_id)
         self.sync_index()
         if report.incarnation > known and self.visible:
             raise Violation(f"worker {worker_id} has restarted, and {len(self.visible)} chunks are visible")
-        for first, end in report.lost_slots:
+        for first, end in lost_slots:
             for slot in range(first, end):
                 if slot in self.key_in:
                     raise Violation(f"slot {slot} is visible after the report of its loss")
@@ -247,12 +381,89 @@ class Model:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
 
+    def _lost_in(self, report: StepReport) -> list[tuple[int, int]]:
+        """Ranges of slots that a worker has lost, those of states among them."""
+        before = self.places.num_slots
+        return [*report.lost_slots, *((before + first, before + end) for first, end in report.lost_states)]
+
+    def _void_jobs(self) -> None:
+        """Jobs in flight count as failed as a whole."""
+        for job in self.jobs.values():
+            job.is_void = True
+
     def _named(self, keys: Sequence[ChunkKey] | None) -> Sequence[ChunkKey]:
         """The changed keys; None means that all visible keys are removed."""
         return tuple(self.visible) if keys is None else keys
 
     def sync_index(self) -> None:
-        """Applies the index's changes, and checks the bytes of chunks that have become visible."""
+        """Applies the index's changes, and checks the bytes of chunks and checkpoints that have become visible."""
+        self._sync_chunks()
+        if len(self.groups) > 1:
+            self._sync_checkpoints()
+
+    def _sync_checkpoints(self) -> None:
+        """Checks the checkpoints that have become READY."""
+        known, table = self.checkpoints, self.index._checkpoints._table
+        self.checkpoints = {key: checkpoint for key, checkpoint in table.items() if not checkpoint.num_pending}
+        for key, checkpoint in self.checkpoints.items():
+            if known.get(key) is not checkpoint:
+                self._check_checkpoint(key, checkpoint)
+                self.counts["checkpoints"] += 1
+            if self.index.state(key) is None:
+                raise Violation("a checkpoint has outlived the chunk before it")
+        gone = [checkpoint for key, checkpoint in known.items() if self.checkpoints.get(key) is not checkpoint]
+        self.unexplained += self.index.num_evicted_checkpoints - self.num_evicted_checkpoints
+        self.num_evicted_checkpoints = self.index.num_evicted_checkpoints
+        for checkpoint in gone:
+            self._check_gone(checkpoint)
+        self.unexplained = 0
+
+    def _check_gone(self, checkpoint: Checkpoint) -> None:
+        """Raises Violation unless there is a reason why a READY checkpoint is not there any more."""
+        if checkpoint.key not in self.visible or not self.lost_slots.isdisjoint(checkpoint.slots):
+            return
+        if self.unexplained:  # evicted
+            self.unexplained -= 1
+            return
+        nodes = self._nodes(last_block_hash(checkpoint.key))
+        if not any(self._nodes(last_block_hash(key))[: len(nodes)] == nodes for key in self.checkpoints):
+            raise Violation(f"a checkpoint after {len(nodes)} tokens was dropped before a later one was READY")
+        if checkpoint in self.used:
+            raise Violation(f"a checkpoint after {len(nodes)} tokens was superseded, although a request has loaded it")
+        self.counts["superseded checkpoints"] += 1
+
+    def _check_checkpoint(self, key: ChunkKey, checkpoint: Checkpoint) -> None:
+        """Raises Violation unless every worker has all of a checkpoint."""
+        nodes = self._nodes(last_block_hash(key))
+        end = len(nodes) // self.block_size
+        slots = iter(checkpoint.slots)
+        for group in self.groups[1:]:
+            for positions in group.pieces(len(nodes), self.size):
+                slot = next(slots, -1)
+                if slot < 0:
+                    raise Violation(
+                        f"a checkpoint after {end} blocks has the slots {checkpoint.slots}, which are too few"
+                    )
+                for worker in self.workers:
+                    for place, position in zip(self.places.of_slot(slot), positions, strict=True):
+                        content = self._content(group, nodes, position)
+                        what = f"a checkpoint after {end} blocks became READY, layer group {group.group_id}"
+                        self._check_place(worker, place, content, what)
+                    if worker.will_write(slot):
+                        raise Violation(f"slot {slot} is of a READY checkpoint while a copy may still write it")
+        if list(slots):
+            raise Violation(f"a checkpoint after {end} blocks has the slots {checkpoint.slots}, which are too many")
+
+    def _nodes(self, block_hash: BlockHash) -> list[int]:
+        """The nodes of the prefix that ends with a block."""
+        blocks: list[tuple[int, ...]] = []
+        before: BlockHash | None = block_hash
+        while before is not None:
+            nodes, before = self.blocks[before]
+            blocks.append(nodes)
+        return [node for nodes in reversed(blocks) for node in nodes]
+
+    def _sync_chunks(self) -> None:
         changes = [(key, found) for keys, found in self.index.take_changes() for key in self._named(keys)]
         for key, found in changes:
             if not found:
@@ -276,7 +487,7 @@ class Model:
         reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
         if held > reserved or (held < reserved and not may_hold_more):
             raise Violation(f"{reserved} staging blocks are reserved; jobs hold {held}")
-        for name, (_, since_s, _) in self.admitted.items():
+        for name, since_s in ((name, admitted.since_s) for name, admitted in self.admitted.items()):
             if since_s + self.load_wait_s <= self.planned_at_s and since_s < self.planned_at_s:
                 raise Violation(f"the load of {name} has waited since {since_s:g} s, now is {self.planned_at_s:g} s")
         for worker in self.workers:
@@ -329,19 +540,25 @@ class Model:
             if job_id in jobs:
                 jobs[job_id].waiting_for.discard(worker_id)
                 if not jobs[job_id].waiting_for:
-                    del jobs[job_id]
+                    job = jobs.pop(job_id)
+                    if jobs is self.jobs and not job.is_void:
+                        self.unreadable |= job.bad_pieces
 
     def _pinned_slots(self) -> set[int]:
         """Slots that promises and loads will read."""
         slots = {slot for _, held in self.promises.values() for slot in held}
-        slots |= {slot for _, _, held in self.admitted.values() for slot in held}
+        slots |= {slot for admitted in self.admitted.values() for slot in admitted.slots}
         return slots.union(*(job.slots for job in self.jobs.values() if job.direction is Direction.LOAD))
 
     def _check_writable(self, job_id: int, slot: int, readers: set[int]) -> None:
         if slot in self.key_in:
             raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
-        if slot >= min(self.num_ready.values()):
-            raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {self.num_ready} slots")
+        if any(slot in checkpoint.slots for checkpoint in self.checkpoints.values()):
+            raise Violation(f"save {job_id} writes slot {slot}, which is of a READY checkpoint")
+        is_state = slot >= self.places.num_slots
+        num_ready = self.num_states_ready if is_state else self.num_ready
+        if slot - self.places.num_slots * is_state >= min(num_ready.values()):
+            raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {num_ready} slots")
         if slot in readers:
             raise Violation(f"save {job_id} writes slot {slot}, which is pinned for a load")
         for other_id, other in self.jobs.items():
@@ -356,13 +573,8 @@ class Model:
             raise Violation(f"slot {slot} is visible as two chunks")
         expected = self._contents(key)
         for worker in self.workers:
-            host = worker.host
-            places = range(slot * self.size, (slot + 1) * self.size)
-            for place, content in zip(places, expected, strict=True):
-                if host.places[place] != content and place not in host.lost and place not in host.gone:
-                    raise Violation(
-                        f"a chunk in slot {slot} became visible, and worker {worker.worker_id} has other bytes there"
-                    )
+            for place, content in zip(self.places.of_slot(slot), expected, strict=True):
+                self._check_place(worker, place, content, f"a chunk in slot {slot} became visible")
             if worker.will_write(slot):
                 raise Violation(f"slot {slot} became visible while a copy may still write it")
 

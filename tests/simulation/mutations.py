@@ -464,6 +464,234 @@ MUTATIONS = (
         return cancelled
         """,
     ),
+    # Windows and states.
+    Mutation(
+        "a window is loaded into the blocks of the layer group before it",
+        "LoadPlanner._window_parts",
+        "tables[group_id]",
+        "tables[group_id - 1]",
+    ),
+    Mutation(
+        "a window is saved from the blocks of the layer group before it",
+        "CheckpointSaves._read",
+        "self._checked(request, scheduled, group_id, end)",
+        "self._checked(request, scheduled, group_id - 1, end)",
+    ),
+    Mutation("the windows of two layer groups have one name", "_name", "bytes((group,))", "bytes((0,))"),
+    Mutation(
+        "a load lacks the first block of a window",
+        "LoadPlanner._window_ranges",
+        "_1 - num_blocks",
+        "_1 - num_blocks + 1",
+    ),
+    Mutation(
+        "a load copies a block before a window",
+        "LoadPlanner._window_ranges",
+        "_1 - num_blocks",
+        "_1 - num_blocks - 1",
+    ),
+    Mutation(
+        "a checkpoint lacks the first chunk of a window",
+        "_window_chunks",
+        "-(-layout.window_blocks(group) // size)",
+        "layout.window_blocks(group) // size",
+    ),
+    Mutation(
+        "a checkpoint has a chunk before a window",
+        "_window_chunks",
+        "-(-layout.window_blocks(group) // size)",
+        "_0 + 1",
+    ),
+    Mutation(
+        "a window is loaded from the slots of the boundary before",
+        "LoadPlanner._window_parts",
+        "end_block // size - num_chunks",
+        "_0 - 1",
+    ),
+    Mutation(
+        "a checkpoint shares slots one chunk off",
+        "CheckpointTable._known_slots",
+        "before.slots[first + num_before + 1 - num:first + num_before]",
+        "before.slots[first + num_before - num:first + num_before - 1]",
+    ),
+    Mutation("a window that has been passed is saved", "CheckpointSaves._read", "self._null_block in _", "False"),
+    Mutation(
+        "a checkpoint of a prompt comes after its last token",
+        "CheckpointSaves.read",
+        "scheduled.num_prompt_tokens - 1",
+        "scheduled.num_prompt_tokens",
+    ),
+    Mutation(
+        "where prompts part, nothing is saved",
+        "LoadPlanner._last_checkpoint",
+        "most if most > boundary else 0",
+        "0",
+    ),
+    Mutation(
+        "a request is promised all of its tokens with a checkpoint",
+        "LoadPlanner._last_checkpoint",
+        "num_tokens - 1",
+        "num_tokens",
+    ),
+    Mutation(
+        "a checkpoint that is being saved is found",
+        "CheckpointTable.find",
+        """
+        if checkpoint is not None and not _.num_pending:
+            return checkpoint, boundary, is_pending
+        """,
+        """
+        if checkpoint is not None:
+            return checkpoint, boundary, is_pending
+        """,
+    ),
+    Mutation(
+        "the last checkpoint is found while it is being saved",
+        "CheckpointTable.find",
+        """
+        if checkpoint is not None and not _.num_pending:
+            return checkpoint, end, False
+        """,
+        """
+        if checkpoint is not None:
+            return checkpoint, end, False
+        """,
+    ),
+    Mutation(
+        "the last checkpoint is found a chunk before its boundary",
+        "CheckpointTable.find",
+        "self.get(keys[end - 1])",
+        "self.get(keys[min(end, len(keys) - 1)])",
+    ),
+    Mutation(
+        "a checkpoint is found a chunk before its boundary",
+        "CheckpointTable.find",
+        "self.get(keys[boundary - 1])",
+        "self.get(keys[min(boundary, len(keys) - 1)])",
+    ),
+    Mutation("a window chunk that is being saved has one reference", "CheckpointTable.begin", "2", "1"),
+    Mutation("a shared window chunk has no reference more", "CheckpointTable.begin", "self._ref(shared)", "pass"),
+    Mutation(
+        "a dropped checkpoint that a load has read keeps its slots",
+        "CheckpointTable.release",
+        "self._unref(...)",
+        "pass",
+    ),
+    Mutation("the slots of a held checkpoint are free", "CheckpointTable.drop", "not _.num_holds", "True"),
+    Mutation("a promise does not hold its checkpoint", "LoadPlanner.match", "self._index.hold_checkpoint(...)", "pass"),
+    Mutation(
+        "a released promise holds its checkpoint", "LoadPlanner.release", "self._index.release_checkpoint(...)", "pass"
+    ),
+    Mutation(
+        "an abandoned load holds its checkpoint", "Transfers.detach", "self._index.release_checkpoint(...)", "pass"
+    ),
+    Mutation(
+        "a load that has ended holds its checkpoint",
+        "Completion.complete",
+        "self._index.release_checkpoint(...)",
+        "pass",
+    ),
+    Mutation("a checkpoint with a failed piece is kept", "CheckpointTable.complete", "self.drop(_)", "pass"),
+    Mutation(
+        "the failed pieces of a partly failed save are published",
+        "Transfers._end_checkpoint_save",
+        "bad.update(...)",
+        "pass",
+    ),
+    Mutation(
+        "a failed state is taken for a chunk",
+        "Transfers._slots_of",
+        "self._first_state + _1",
+        "_1",
+    ),
+    Mutation("lost pieces are found", "ChunkIndex.invalidate_slots", "self._checkpoints.lose(...)", "pass"),
+    Mutation(
+        "a piece that a load could not read is found again",
+        "Transfers.ended",
+        "self._index.lose_pieces(...)",
+        "pass",
+    ),
+    Mutation(
+        "a load whose checkpoint was lost counts as finished",
+        "Transfers._fail_in",
+        "_1 or overlaps(read, first, end)",
+        "_1",
+    ),
+    Mutation(
+        "a part of a checkpoint is used",
+        "Transfers._resume_request",
+        "job.all_failed or _ is not None",
+        "job.all_failed",
+    ),
+    Mutation(
+        "a checkpoint of generated tokens is never superseded",
+        "CheckpointSaves._begin",
+        "self._index.supersede_checkpoint(...)",
+        "pass",
+    ),
+    Mutation("the checkpoint of a prompt is superseded", "CheckpointSaves.read", "b > prompt_end", "b >= prompt_end"),
+    Mutation(
+        "a checkpoint is superseded by one that is being saved", "CheckpointTable.supersede", "by.num_pending", "False"
+    ),
+    Mutation(
+        "a checkpoint that was loaded is superseded",
+        "CheckpointTable.supersede",
+        "not (earlier.was_loaded or ...)",
+        "True",
+    ),
+    Mutation("a checkpoint outlives the chunk before it", "ChunkIndex._remove", "self._checkpoints.drop(_)", "pass"),
+    Mutation(
+        "a checkpoint outlives the chunk before it when that is evicted",
+        "CheckpointTable.evict_at",
+        "self.drop(_)",
+        "pass",
+    ),
+    Mutation(
+        "a checkpoint evicts its own prefix",
+        "ChunkIndex.begin_checkpoint",
+        "(keys[end - 1],)",
+        "()",
+    ),
+    Mutation(
+        "a checkpoint is saved a step too late",
+        "CheckpointSaves.plan",
+        "collected, self._tails = self._tails, {}",
+        "collected, self._tails, self._later = getattr(self, '_later', {}), {}, self._tails",
+    ),
+    Mutation(
+        "a checkpoint with KV from before a reset is saved",
+        "CheckpointSaves._begin",
+        "... or not request.can_save",
+        "...",
+    ),
+    Mutation(
+        "checkpoints from before a reset are saved after it", "SavePlanner.reset", "self._checkpoints.clear()", "pass"
+    ),
+    Mutation(
+        "the state of the block before is saved",
+        "CheckpointSaves._read",
+        "read_ids(_1, _2, end - 1, end)",
+        "read_ids(_1, _2, max(0, end - 2), max(1, end - 1))",
+    ),
+    Mutation(
+        "a state is loaded into the row of the block before",
+        "LoadPlanner._state_parts",
+        "range(_1 - 1, _1)",
+        "range(max(0, _1 - 2), max(1, _1 - 1))",
+    ),
+    Mutation(
+        "the first state is loaded, whose ever it is",
+        "LoadPlanner._state_parts",
+        "promise.checkpoint.slots[-1] - self._first_state",
+        "0",
+    ),
+    Mutation("a boundary without a state is saved", "CheckpointSaves._read", "_ == [self._null_block]", "False"),
+    Mutation(
+        "a load that waited has staging blocks for its state",
+        "LoadQueue.start",
+        "_1.num_blocks_without(...)",
+        "_1.num_blocks",
+    ),
 )
 
 

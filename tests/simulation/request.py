@@ -33,11 +33,11 @@ class Request:
       num_prompt: length of the prompt.
       max_tokens: length at which it ends.
       phase: its phase.
-      blocks: its blocks in HBM.
+      tables: per layer group, its blocks in HBM; empty if it has none.
       num_computed: leading tokens whose KV is in the blocks.
       num_loading: tokens of its load.
       num_promised: promised tokens, while PROMISED.
-      kv: the KV that those blocks must hold, by position.
+      kv: the KV of these in the first layer group, by position.
       num_named: full blocks when it was last in `plan_step`.
       is_stale: some of its KV is from before a reset, so that other requests must not use KV computed from it.
       swap_is_stale: it was swapped out at a reset, and must not be swapped in.
@@ -54,7 +54,7 @@ class Request:
     max_tokens: int
     hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     phase: Phase = Phase.WAITING
-    blocks: list[int] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     num_loading: int = 0
     num_promised: int = 0

@@ -15,7 +15,15 @@ from typing import Any
 from tests.simulation.trace import Action, Setup
 from tests.simulation.world import World
 
-_SIMPLER = {"num_salts": 1, "max_drafts": 0, "decode_save": False, "num_swap_blocks": 0, "growth": 1000}
+_SIMPLER = (
+    {"num_rows": 0, "num_host_states": 0},
+    {"windows": ()},
+    {"num_salts": 1},
+    {"max_drafts": 0},
+    {"decode_save": False},
+    {"num_swap_blocks": 0},
+    {"growth": 1000},
+)
 
 
 def failure(setup: Setup, actions: list[Action], *, log: Callable[[str], None] | None = None) -> tuple[str, int]:
@@ -67,8 +75,8 @@ def minimal(setup: Setup, actions: list[Action], *, seconds: float = 30.0) -> tu
     while size != len(actions):
         size = len(actions)
         actions = _without(actions, functools.partial(fails, setup))
-        for field, value in _simpler(setup):
-            simpler = dataclasses.replace(setup, **{field: value})
+        for changes in _simpler(setup):
+            simpler = dataclasses.replace(setup, **changes)
             if simpler != setup and fails(simpler, actions):
                 setup = simpler
         actions = _with_zeros(actions, functools.partial(fails, setup))
@@ -100,15 +108,16 @@ def _with_zeros(actions: list[Action], fails: Callable[[list[Action]], bool]) ->
     return actions
 
 
-def _simpler(setup: Setup) -> Iterator[tuple[str, Any]]:
-    yield from _SIMPLER.items()
+def _simpler(setup: Setup) -> Iterator[dict[str, Any]]:
+    yield from _SIMPLER
+    yield from ({"windows": (window,)} for window in setup.windows)
     for num_workers in range(1, setup.num_workers):
-        yield "num_workers", num_workers
-    yield "delays", (0, 0, 0, 0)
-    yield "report_delays", (0, 0, 0, 0)
-    yield "staged", 0
-    yield "staged", 255
-    yield "num_staging_blocks", 32
+        yield {"num_workers": num_workers}
+    yield {"delays": (0, 0, 0, 0)}
+    yield {"report_delays": (0, 0, 0, 0)}
+    yield {"staged": 0}
+    yield {"staged": 255}
+    yield {"num_staging_blocks": 32}
 
 
 def explain(setup: Setup, actions: list[Action]) -> list[str]:

@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from tests.simulation import cli, shrink, trace
+from tests.simulation.groups import make_groups
 from tests.simulation.memory import Junk, Prefixes, kv
+from tests.simulation.places import Places
 from tests.simulation.trace import Setup, generate
 from tests.simulation.world import World, run
 from tpu_offload.core.transfers import Transfers
@@ -38,6 +40,51 @@ def test_names_of_kv_are_equal_only_for_equal_prefixes_and_weights():
     values = {kv(node, epoch) for node in (a, *others) for epoch in (0, 1)}
     assert len(values) == 8
     assert len({*values, *junk.block(4), junk.one(), *junk.block(2)}) == 15
+
+
+def groups_of(**settings):
+    setup = Setup(**({"block_size": 4, "num_blocks": 60} | settings))
+    return setup, make_groups(setup)
+
+
+def test_what_a_window_needs():
+    _, (full, window) = groups_of(windows=(6,))
+    assert [list(full.needed(n)) for n in (0, 1, 8, 9)] == [[], [0], [0, 1], [0, 1, 2]]
+    # The token after n others attends to the five before it.
+    assert [list(window.needed(n)) for n in (0, 4, 8, 9, 13)] == [[], [0], [0, 1], [1, 2], [2, 3]]
+    assert [list(window.loaded(0, n)) for n in (1, 2, 4)] == [[0], [0, 1], [2, 3]]
+    assert list(window.loaded(3, 4)) == [3], "HBM has the block before"
+    values = list(range(100, 113))
+    blocks, first, expected = window.reads([0, 0, 7, 8], values, 13, 14)
+    assert (blocks, first, len(expected)) == ((7, 8), 0, 5)
+    assert expected == window.content(values[8:])
+    assert set(expected).isdisjoint(full.content(values)), "each layer group has its own KV"
+
+
+def test_a_window_of_one_token_needs_nothing_at_a_boundary():
+    _, (_, window) = groups_of(windows=(1,))
+    assert [list(window.needed(n)) for n in (4, 6)] == [[], [1]]
+    assert window.pieces(8, 2) == []
+
+
+def test_pieces_of_windows_are_whole_chunks():
+    _, (_, window) = groups_of(windows=(6,))
+    assert window.pieces(16, 1) == [range(2, 3), range(3, 4)]
+    assert window.pieces(24, 3) == [range(3, 6)]
+    assert window.pieces(12, 3) == [range(0, 3)]
+
+
+def test_a_state_is_one_row():
+    setup, (_, state) = groups_of(num_rows=4, num_host_states=2, num_slots=3, blocks_per_chunk=2)
+    assert [list(state.needed(n)) for n in (0, 1, 4, 5)] == [[], [0], [0], [1]]
+    assert list(state.loaded(0, 4)) == [3]
+    assert state.pieces(16, 2) == [range(3, 4)]
+    # At a boundary the next step takes another row; inside a block it takes the row along.
+    assert (list(state.granted(4, 7)), state.moved(4, 7)) == ([1], None)
+    assert (list(state.granted(5, 9)), state.moved(5, 9)) == ([], (1, 2))
+    assert (list(state.granted(5, 7)), state.moved(5, 7)) == ([1], None)
+    places = Places(setup)
+    assert (places.slot_of(5), places.slot_of(6), places.of_slot(3)) == (2, 3, range(6, 7))
 
 
 def test_a_longer_run_begins_like_a_shorter_one():
@@ -71,6 +118,13 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, text, capsys):
         ({"num_blocks": "x"}, "num_blocks='x'; expected 1 to"),
         ({"num_blocks": 2}, "too few for a request"),
         ({"num_staging_blocks": 1, "blocks_per_chunk": 2}, "under one chunk"),
+        ({"windows": [5, 0]}, "windows=0; expected 1 to 1000"),
+        ({"windows": [5] * 4}, "expected up to three windows"),
+        ({"windows": [5, 5]}, "in each of 3 layer groups"),
+        ({"windows": [5], "save_on": "compute,eviction"}, "expected compute, preemption or both"),
+        ({"num_rows": 2, "num_host_states": 1}, "num_rows=2, max_drafts=0; expected 3 or more, and 0"),
+        ({"num_rows": 4, "num_host_states": 4, "max_drafts": 1}, "max_drafts=1; expected 3 or more, and 0"),
+        ({"num_rows": 4}, "expected rows in both kinds of memory, or in none"),
         ({"hbm_cache": 1}, "hbm_cache=1; expected true or false"),
         ({"swap_mode": "maybe"}, "swap_mode='maybe'; expected one of auto, swap, recompute"),
         ({"delays": [1, 2]}, "delays=(1, 2); expected four"),

@@ -129,6 +129,8 @@ _RANGES = {
     "blocks_per_chunk": (1, 16),
     "num_workers": (1, MAX_WORKERS),
     "num_blocks": (1, 10_000),
+    "num_rows": (0, 10_000),
+    "num_host_states": (0, 10_000),
     "num_slots": (0, 10_000),
     "num_staging_blocks": (1, 10_000),
     "num_swap_blocks": (0, 10_000),
@@ -154,7 +156,10 @@ class Setup:
       block_size: tokens in a block.
       blocks_per_chunk: blocks in a chunk.
       num_workers: workers.
-      num_blocks: blocks of HBM.
+      windows: per layer group with a sliding window, beside the one with full attention, its tokens.
+      num_blocks: blocks of HBM, for all layer groups.
+      num_rows: rows of HBM, if there is a layer group of states; else 0.
+      num_host_states: rows of the host tier for them.
       num_slots: slots of the host tier; 0 turns it off.
       num_staging_blocks: the staging budget.
       num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
@@ -185,7 +190,10 @@ class Setup:
     block_size: int = 2
     blocks_per_chunk: int = 1
     num_workers: int = 1
+    windows: tuple[int, ...] = ()
     num_blocks: int = 16
+    num_rows: int = 0
+    num_host_states: int = 0
     num_slots: int = 8
     num_staging_blocks: int = 8
     num_swap_blocks: int = 0
@@ -214,6 +222,10 @@ class Setup:
             _check(name, getattr(self, name), type(getattr(self, name)) is int, f"{least} to {most}", least, most)
         for name in ("hbm_cache", "decode_save"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false", False, True)
+        windows = self.windows
+        _check("windows", windows, isinstance(windows, tuple) and len(windows) < 4, "up to three windows, in tokens")
+        for window in windows:
+            _check("windows", window, type(window) is int, "1 to 1000", 1, 1000)
         for name in ("delays", "report_delays"):
             values = getattr(self, name)
             _check(name, values, isinstance(values, tuple) and len(values) == MAX_WORKERS, "four numbers of steps")
@@ -234,10 +246,20 @@ class Setup:
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
                 f"{self.blocks_per_chunk}, which is blocks_per_chunk"
             )
-        if self.num_blocks * self.block_size < MIN_TOKENS:
+        num_groups = 1 + len(windows)
+        if self.num_blocks // num_groups * self.block_size < MIN_TOKENS:
             raise ValueError(
                 f"num_blocks={self.num_blocks} of {self.block_size} tokens are too few for a request; "
-                f"expected {MIN_TOKENS} tokens or more"
+                f"expected {MIN_TOKENS} tokens or more in each of {num_groups} layer groups"
+            )
+        if (windows or self.num_rows) and "eviction" in self.save_on:
+            raise ValueError(f"save_on={self.save_on} with windows or states; expected compute, preemption or both")
+        if self.num_rows and (self.num_rows < 3 or self.max_drafts):
+            raise ValueError(f"num_rows={self.num_rows}, max_drafts={self.max_drafts}; expected 3 or more, and 0")
+        if (self.num_host_states > 0) != (self.num_rows > 0 and self.num_slots > 0):
+            raise ValueError(
+                f"num_host_states={self.num_host_states} with num_rows={self.num_rows} and num_slots={self.num_slots}; "
+                "expected rows in both kinds of memory, or in none"
             )
 
 
@@ -256,6 +278,7 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     focus = rng.choice(["", "", "swap", "loads", "loads", "late", "caches", "caches", "long", "long"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
+    setup = _with_groups(setup, random.Random(f"groups {seed}"))
     return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
 
 
@@ -295,6 +318,28 @@ def _draw_saving(rng: random.Random) -> dict[str, Any]:
 
 def _draw_loading(rng: random.Random) -> dict[str, Any]:
     return {"max_load_blocks": rng.choice([0, 0, 3, 8]), "load_wait_s": rng.choice([5.0, 5.0, 0.5, 0.0])}
+
+
+def _with_groups(setup: Setup, rng: random.Random) -> Setup:
+    """Half of the runs have other layer groups beside the one with full attention, and then memory for them."""
+    num_windows, has_states = rng.choice([(0, False)] * 8 + [(1, False), (2, False)] * 2 + [(0, True), (1, True)] * 2)
+    if not num_windows and not has_states:
+        return setup
+    windows = tuple(rng.choice([1, 2, 3, 4, 5, 6, 7, 9, 9, 13, 17, 50]) for _ in range(num_windows))
+    states: dict[str, Any] = {}
+    if has_states:
+        states["max_drafts"], states["num_rows"] = 0, rng.choice([4, 8, 24])
+        states["num_host_states"] = rng.choice([2, 6, 20]) if setup.num_slots else 0
+    events = [event for event in setup.save_on.split(",") if event != "eviction"]
+    return dataclasses.replace(
+        setup,
+        windows=windows,
+        save_on=",".join(events) or rng.choice(["compute", "preemption"]),
+        num_blocks=setup.num_blocks * (1 + len(windows)),
+        num_slots=setup.num_slots * rng.choice([1, 2, 2]),
+        num_staging_blocks=setup.num_staging_blocks * rng.choice([1, 2]),
+        **states,
+    )
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

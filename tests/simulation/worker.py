@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tests.jobs import host_block_ids
 from tests.simulation.flights import Flight, LongLoad, Memory
 from tests.simulation.memory import Junk, mix
+from tests.simulation.places import Places
 from tests.simulation.trace import Setup
 from tpu_offload import CacheEpoch, CopyJob, HostStore, JobKind, JobResult, JobState, StepPlan, StepReport
 from tpu_offload.worker.plan_gate import PlanGate
@@ -47,7 +47,10 @@ class SimWorker:
         self.max_swap = setup.num_swap_blocks
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
         self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
-        self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
+        self.places = Places(setup)
+        self.max_states = setup.num_host_states
+        self.num_groups = 1 + len(setup.windows) + (setup.num_rows > 0)
+        self.hbm = self._empty_hbm()
         self.incarnation = FIRST_INCARNATION
         self.step = 0
         self.stalled_until = 0
@@ -56,9 +59,17 @@ class SimWorker:
         self.num_faults: dict[str, int] = {}
         self._start()
 
+    @property
+    def _most_ready(self) -> tuple[int, int, int]:
+        return self.max_slots, self.max_swap, self.max_states
+
     def _start(self) -> None:
-        self.host = Memory([self.junk.block(self.block_size) for _ in range(self.max_slots * self.size)])
-        self.pool = Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)])
+        self.host = Memory([self.junk.block(size) for size in self.places.host_sizes()])
+        self.num_states_ready = 0
+        self.pools = [
+            Memory([self.junk.block(self.places.block_length(group_id)) for _ in range(self.max_swap)])
+            for group_id in range(self.num_groups)
+        ]
         self.flights: list[Flight] = []
         self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
@@ -73,16 +84,28 @@ class SimWorker:
         self.growth = growth
         self._start()
         self.host.gone.update(range(len(self.host.places)))
-        self.pool.gone.update(range(len(self.pool.places)))
+        for pool in self.pools:
+            pool.gone.update(range(len(pool.places)))
         if with_hbm:
-            self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
+            self.hbm = self._empty_hbm()
 
-    def lose(self, memory: Memory, first: int, end: int, *, size: int) -> None:
-        """Loses the memory of units `first` to `end - 1`; it is reallocated."""
-        for place in range(first * size, end * size):
-            memory.places[place] = self.junk.block(self.block_size)
+    def _empty_hbm(self) -> list[list[int]]:
+        return [list(self.junk.block(size)) for size in self.places.hbm_sizes()]
+
+    def lose_slots(self, first: int, end: int) -> None:
+        """Loses slots of the host tier; they are reallocated."""
+        self._lose(self.host, [place for slot in range(first, end) for place in self.places.of_slot(slot)])
+        self.host.unreported.append((first, end))
+
+    def lose_swap_blocks(self, group_id: int, first: int, end: int) -> None:
+        """Loses blocks of the swap pool; they are reallocated."""
+        self._lose(self.pools[group_id], range(first, end))
+        self.pools[group_id].unreported.append((first, end))
+
+    def _lose(self, memory: Memory, places: Iterable[int]) -> None:
+        for place in places:
+            memory.places[place] = self.junk.block(len(memory.places[place]))
             memory.lost.add(place)
-        memory.unreported.append((first, end))
 
     # The step.
 
@@ -127,22 +150,29 @@ class SimWorker:
             self._end_flights(into_hbm=False)
         if self.long_loads:
             self._end_long_loads()
-        if self.host.num_ready < self.max_slots or self.pool.num_ready < self.max_swap:
+        if (self.host.num_ready, self.pools[0].num_ready, self.num_states_ready) != self._most_ready:
             self._grow()
 
     def report(self) -> StepReport:
         """The report of the current step."""
         results, self.results = tuple(self.results), []
-        lost, self.host.unreported = tuple(self.host.unreported), []
-        lost_swap, self.pool.unreported = tuple((0, *span) for span in self.pool.unreported), []
+        first_state, lost = self.max_slots, self.host.unreported
+        lost_slots = tuple((first, end) for first, end in lost if first < first_state)
+        lost_states = tuple((first - first_state, end - first_state) for first, end in lost if first >= first_state)
+        self.host.unreported = []
+        lost_swap = tuple((i, *span) for i, pool in enumerate(self.pools) for span in pool.unreported)
+        for pool in self.pools:
+            pool.unreported.clear()
         in_flight = [*(flight.job_id for flight in self.flights), *self.long_loads]
         oldest = min(in_flight, default=self.last_job_id + 1)
         return StepReport(
             worker_id=self.worker_id,
             results=results,
             num_host_chunks=self.host.num_ready,
-            lost_slots=lost,
-            num_swap_blocks=(self.pool.num_ready,) if self.max_swap else (),
+            num_host_states=self.num_states_ready,
+            lost_slots=lost_slots,
+            lost_states=lost_states,
+            num_swap_blocks=tuple(pool.num_ready for pool in self.pools) if self.max_swap else (),
             lost_swap_blocks=lost_swap,
             oldest_job_id=oldest,
             incarnation=self.incarnation,
@@ -151,36 +181,39 @@ class SimWorker:
 
     def will_write(self, slot: int) -> bool:
         """Whether a copy in flight may still write a slot of the host tier."""
-        first = slot * self.size
+        places = self.places.of_slot(slot)
         return any(
-            flight.memory is self.host and any(first <= place < first + self.size for place in flight.writes)
-            for flight in self.flights
+            flight.memory is self.host and any(place in places for place in flight.writes) for flight in self.flights
         )
 
-    def will_write_swap(self, place: int) -> bool:
+    def will_write_swap(self, group_id: int, place: int) -> bool:
         """Whether a copy in flight may still write a block of the swap pool."""
-        return any(flight.memory is self.pool and place in flight.writes for flight in self.flights)
+        pool = self.pools[group_id]
+        return any(flight.memory is pool and place in flight.writes for flight in self.flights)
 
     def _grow(self) -> None:
         self.host.num_ready = min(self.max_slots, self.host.num_ready + self.growth)
-        self.pool.num_ready = min(self.max_swap, self.pool.num_ready + self.growth)
+        self.num_states_ready = min(self.max_states, self.num_states_ready + self.growth)
+        for pool in self.pools:
+            pool.num_ready = min(self.max_swap, pool.num_ready + self.growth)
 
     # Copies.
 
     def _save(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=False):
+        places = self.places.host(job)
+        if self._refuse(job.job_id, places, self.host, reads=False):
             return
-        contents = [tuple(self.hbm[block]) for block in job.block_ids]
-        writes, result = self._copy(job.job_id, host_block_ids(job), contents, self.faults["save"])
+        contents = [tuple(self.hbm[place]) for place in self.places.hbm(job)]
+        writes, result = self._copy(job.job_id, places, contents, self.faults["save"])
         if not self.stages_saves:
             self.host.write(writes)
         self._start_flight(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
-        self.flights[-1].num_staged = job.num_blocks if self.stages_saves else 0
+        self.flights[-1].num_staged = self.places.num_staged(job) if self.stages_saves else 0
 
     def _load(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=True):
+        if self._refuse(job.job_id, self.places.host(job), self.host, reads=True):
             return
         self.long_loads[job.job_id] = LongLoad(job)
 
@@ -198,8 +231,8 @@ class SimWorker:
                 continue
             left -= num_blocks
             load.num_dispatched = end = first + num_blocks
-            contents = [self.host.places[place] for place in host_block_ids(job)[first:end]]
-            writes, result = self._copy(job.job_id, job.block_ids[first:end], contents, self.faults["load"])
+            contents = [self.host.places[place] for place in self.places.host(job)[first:end]]
+            writes, result = self._copy(job.job_id, self.places.hbm(job)[first:end], contents, self.faults["load"])
             if not self.stages_loads:
                 self._write_hbm(writes)
             self._start_flight(job.job_id, None, writes, result, into_hbm=self.stages_loads)
@@ -218,7 +251,7 @@ class SimWorker:
     def _fail_lost_loads(self) -> None:
         """Fails loads whose remaining pieces would read lost memory."""
         for load in list(self.long_loads.values()):
-            places = host_block_ids(load.job)[load.num_dispatched :]
+            places = self.places.host(load.job)[load.num_dispatched :]
             if load.failure is None and not self.host.lost.isdisjoint(places):
                 result = JobResult(job_id=load.job.job_id, state=_FAILED, error="its host memory was lost")
                 self._fail_piece(load, result, load.num_dispatched, load.job.num_blocks)
@@ -245,22 +278,29 @@ class SimWorker:
 
     def _swap_out(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        for part in job.parts:
-            if self._refuse(job.job_id, part.host_block_ids, self.pool, reads=False):
-                return
-            contents = [tuple(self.hbm[block]) for block in part.block_ids]
-            writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
-            self._start_flight(job.job_id, self.pool, writes, result, writes_host=True)
+        if any(
+            self._refuse(job.job_id, part.host_block_ids, self.pools[part.group_id], reads=False) for part in job.parts
+        ):
+            return
+        faulty = mix(job.job_id, 11) % len(job.parts)  # the part whose copy may fail
+        for i, part in enumerate(job.parts):
+            contents = [tuple(self.hbm[place]) for place in self.places.hbm_of(part)]
+            faults = self.faults["swap"] if i == faulty else deque()
+            writes, result = self._copy(job.job_id, part.host_block_ids, contents, faults)
+            self._start_flight(job.job_id, self.pools[part.group_id], writes, result, writes_host=True)
+            self.flights[-1].is_piece = i != faulty  # the job has one result
 
     def _swap_in(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         writes: dict[int, tuple[int, ...]] = {}
         for part in job.parts:
-            memory = self.pool if part.store is HostStore.SWAP_POOL else self.host
-            if self._refuse(job.job_id, part.host_block_ids, memory, reads=True):
+            memory, places = self.host, self.places.host_of(part)
+            if part.store is HostStore.SWAP_POOL:
+                memory, places = self.pools[part.group_id], list(part.host_block_ids)
+            if self._refuse(job.job_id, places, memory, reads=True):
                 return
-            self._complete_early(memory, part.host_block_ids)
-            writes.update(zip(part.block_ids, [memory.places[p] for p in part.host_block_ids], strict=True))
+            self._complete_early(memory, places)
+            writes.update(zip(self.places.hbm_of(part), [memory.places[p] for p in places], strict=True))
         written, result = self._copy(job.job_id, list(writes), list(writes.values()), self.faults["swap"])
         self._write_hbm(written)
         self._start_flight(job.job_id, None, written, result)
@@ -270,8 +310,7 @@ class SimWorker:
 
     def _refuse(self, job_id: int, places: Sequence[int], memory: Memory, *, reads: bool) -> bool:
         """Fails a job that is impossible; returns whether it did."""
-        size = self.size if memory is self.host else 1
-        why = "a position is not allocated yet" if max(places) >= memory.num_ready * size else ""
+        why = "" if self._is_allocated(memory, places) else "a position is not allocated yet"
         # Copies in flight to a lost position come before this read in program order.
         lost = memory.lost.difference(*(f.writes for f in self.flights if f.memory is memory)) if reads else ()
         if lost and not lost.isdisjoint(places):
@@ -280,6 +319,13 @@ class SimWorker:
             self._count("refused")
             self._start_flight(job_id, None, {}, JobResult(job_id=job_id, state=_FAILED, error=why))
         return bool(why)
+
+    def _is_allocated(self, memory: Memory, places: Sequence[int]) -> bool:
+        if memory is not self.host:
+            return max(places) < memory.num_ready
+        slots = {self.places.slot_of(place) for place in places}
+        end_states = self.max_slots + self.num_states_ready
+        return all(slot < (memory.num_ready if slot < self.max_slots else end_states) for slot in slots)
 
     def _copy(
         self, job_id: int, targets: Sequence[int], contents: list[tuple[int, ...]], faults: deque[int]
@@ -298,7 +344,7 @@ class SimWorker:
         leaves_junk = kind in (1, 3, 5)
         for i in failed:
             if leaves_junk:
-                writes[targets[i]] = self.junk.block(self.block_size)
+                writes[targets[i]] = self.junk.block(len(contents[i]))
             else:
                 writes.pop(targets[i])
         named = len(failed) < len(targets) and kind != 4
@@ -334,7 +380,7 @@ class SimWorker:
         """A load destroys the KV caches; returns the rest of the plan."""
         self.loses_caches = False
         self.gate.mark_caches_lost()
-        self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
+        self.hbm = self._empty_hbm()
         for flight in self.flights:
             if not flight.writes_host:
                 flight.writes.clear()

@@ -4,23 +4,25 @@ import dataclasses
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from tests.jobs import host_block_ids
 from tests.simulation import leftovers
 from tests.simulation.channel import Channel
 from tests.simulation.engine import SimEngine
 from tests.simulation.faults import Faults
+from tests.simulation.groups import NULL, Reads, make_groups
 from tests.simulation.memory import Junk, Violation
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, TokenSpan
 from tests.simulation.trace import Action, Setup
 from tests.simulation.worker import FIRST_INCARNATION, SimWorker
-from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
+from tests.simulation.works_again import check_works_again
+from tpu_offload import JobKind, KVLayout, OffloadConfig, OffloadScheduler, StepPlan
+from tpu_offload.layout import PageGroup
 
 TIMEOUT_S = 10.0
 STEP_S = 0.1
-NEW_TOKEN = 2  # in no other prompt
 MAX_BACKOFF = 64  # longest backoff of breakers and chunks, as a multiple of the first
 _MAX_STEPS_TO_FINISH = 4000
 
@@ -31,14 +33,14 @@ class Dispatched:
 
     Attributes:
       plan: the plan.
-      reads: reads of attention: request, its blocks, and the KV that they must hold.
+      reads: reads of attention: request, layer group, blocks, how much of the first to skip, and what must follow.
       writes: (block, offset, KV) written by the forward pass.
       open_jobs: jobs that had not ended when it was planned.
       cache_epochs: cache epochs of the workers, as known then.
     """
 
     plan: StepPlan
-    reads: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    reads: tuple[tuple[str, int, Reads], ...]
     writes: tuple[tuple[int, int, int], ...]
     open_jobs: frozenset[int]
     cache_epochs: tuple[tuple[int, int], ...]
@@ -65,14 +67,19 @@ class World:
         self.repeats: list[int] = []  # workers that receive the next plan twice
         self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
         self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
-        group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
-        layout = KVLayout(setup.block_size, (group,))
+        groups = make_groups(setup)
+        pages = PageGroup((0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
+        layout = KVLayout(
+            setup.block_size,
+            tuple(group.layer_group(pages) for group in groups),
+            null_block=NULL if len(groups) > 1 else None,
+        )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
-        self.model = Model(setup, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
-        self.engine = SimEngine(setup, layout, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
+        self.model = Model(setup, groups, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
+        self.engine = SimEngine(setup, layout, groups, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
         self.faults = Faults(self)
         self._actions: dict[str, Callable[[int, int], None]] = {
             "step": lambda a, b: self.step(a),
@@ -106,10 +113,10 @@ class World:
         plan = self.scheduler.plan_step(changed)
         model.on_plan(plan)
         engine.take(self.scheduler.take_update())
-        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
         if not plan.empty:
             self._log_plan(plan)
-        reads = tuple(self._reads(span) for span in spans)
+        reads = tuple(read for span in spans for read in self._reads(span))
         writes = tuple(engine.writes(spans))
         engine.complete(spans)
         epochs = self.scheduler._workers.epochs
@@ -195,7 +202,7 @@ class World:
                 raise Violation(f"not finished {_MAX_STEPS_TO_FINISH} steps after the last fault: {stuck}")
             self.step(0)
         self.counts["most steps to finish"] = self.num_steps - first_step
-        self._settle()
+        self.settle()
         self._check_empty()
         if not self.dead:
             self._check_works_again()
@@ -219,7 +226,7 @@ class World:
 
     # The end.
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Steps until nothing is in flight, for at most the time after which everything has timed out."""
         # A load in pieces has the timeout for each piece; there are at most twelve.
         quiet, first_step = 14 * TIMEOUT_S / STEP_S, self.num_steps
@@ -239,21 +246,7 @@ class World:
         self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
         for _ in range(10):  # until a worker that restarted at the very end has reported
             self.step(0)
-        size = self.setup.block_size * self.setup.blocks_per_chunk
-        if size + 2 > self.setup.num_blocks * self.setup.block_size:
-            return
-        if "compute" not in self.setup.save_on or self.setup.save_after_sightings > 1:
-            return  # a single new prompt is not saved
-        for what, count in (("saved", "saved_blocks"), ("loaded", "loaded_blocks")):
-            before = getattr(self.scheduler.stats(), count)
-            self.engine.pool.invalidate()
-            self.engine.submit([NEW_TOKEN] * (size + 1), salt=0, max_tokens=size + 2)
-            while self.engine.requests:
-                self.step(0)
-            self._settle()
-            moved = getattr(self.scheduler.stats(), count) - before
-            if moved != self.setup.blocks_per_chunk:
-                raise Violation(f"long after the last fault, {moved} blocks of a new prompt are {what}")
+        check_works_again(self)
 
     def _is_quiet(self) -> bool:
         if self.scheduler.has_jobs or any(w.flights for w in self.workers):
@@ -286,25 +279,27 @@ class World:
         if left:
             raise Violation(f"at the end, tables are not empty: {left}")
 
-    def _reads(self, span: TokenSpan) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def _reads(self, span: TokenSpan) -> list[tuple[str, int, Reads]]:
         """The reads of attention in a step: the KV of exactly these tokens."""
-        request, end = span.request, span.start
+        request = span.request
         if request.phase is not Phase.RUNNING:
             raise Violation(f"the simulated engine runs {request.name} while {request.phase.value}")
-        return request.name, tuple(request.blocks[: -(-end // self.setup.block_size)]), tuple(request.kv[:end])
+        return [(request.name, i, reads) for i, reads in enumerate(self.engine.reads(span))]
 
-    def _check_reads(self, name: str, blocks: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        """Raises Violation unless every worker has the expected KV."""
-        end = len(expected)
+    def _check_reads(self, name: str, group_id: int, reads: Reads) -> None:
+        """Raises Violation unless every worker has what a layer group reads."""
+        blocks, first, expected = reads
+        self.counts["blocks read"] += len(blocks) * len(self.workers)
+        end = first + len(expected)
         for worker in self.workers:
             hbm, found = worker.hbm, []
             for block in blocks:
                 found += hbm[block]
-            if tuple(found[:end]) != expected:
-                wrong = next(i for i in range(end) if found[i] != expected[i])
+            if tuple(found[first:end]) != expected:
+                wrong = next(i for i in range(first, end) if found[i] != expected[i - first])
                 raise Violation(
-                    f"worker {worker.worker_id} reads wrong KV for token {wrong} of {name}, "
-                    f"in block {blocks[wrong // self.setup.block_size]}"
+                    f"worker {worker.worker_id} reads wrong KV of {name} in layer group {group_id}, "
+                    f"block {blocks[wrong // self.setup.block_size]}, offset {wrong % self.setup.block_size}"
                 )
 
     def _log_plan(self, plan) -> None:
@@ -332,7 +327,7 @@ def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) 
             if setup.max_load_blocks
             else 0.0,
             load_wait_s=setup.load_wait_s,
-            num_cpu_chunks=setup.num_slots,
+            **_host_size(setup, layout),
             blocks_per_chunk=setup.blocks_per_chunk,
             decode_save=setup.decode_save,
             save_on=setup.save_on,
@@ -350,6 +345,17 @@ def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) 
         clock=clock,
         record_events=True,
     )
+
+
+def _host_size(setup: Setup, layout: KVLayout) -> dict[str, Any]:
+    """The settings for a host tier of this size. A row of states is as large as a chunk."""
+    if not setup.num_host_states:
+        return {"num_cpu_chunks": setup.num_slots}
+    num_both = setup.num_slots + setup.num_host_states + 1
+    return {
+        "host_gb": num_both * layout.block_nbytes * setup.blocks_per_chunk / 2**30,
+        "state_share": (setup.num_host_states + 0.5) / num_both,
+    }
 
 
 def _path(setup: Setup, bits: int) -> str:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
-from tpu_offload.replay.setup import ServingOptions, Setup, blocks_per_request, build_setup, build_workload, layout_of
+from tpu_offload.replay.setup import (
+    ServingOptions,
+    Setup,
+    blocks_per_request,
+    build_setup,
+    build_workload,
+    host_sizes,
+    layout_of,
+)
 from tpu_offload.replay.workloads import Workload, chat_workload, decode_workload
 
 DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
@@ -64,9 +72,9 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
     setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
     small = _make_small(offload, setup)
-    for size in (small.staging_blocks, small.host_chunks):
+    for size in (small.staging_blocks, small.host_chunks, small.host_states):
         size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(small, fused=not setup.model.window_layers), seconds, options.seed)
+    return Plan(setup, _by_path(small, fused=len(setup.model.layer_groups) == 1), seconds, options.seed)
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
@@ -91,7 +99,8 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
     if offload.staging_buffer_tokens is not None or offload.staging_buffer_gb is not None:
         changes.pop("num_staging_blocks", None)
     if offload.num_cpu_chunks is None and offload.host_gb is None:
-        changes["num_cpu_chunks"] = max(1, num_unique // 2 // offload.blocks_per_chunk)
+        num_chunks = max(1, num_unique // 2 // offload.blocks_per_chunk)
+        changes |= host_sizes(setup, num_chunks=num_chunks, num_states=max(1, setup.workload.num_requests // 2))
     block_gb = layout_of(setup.model, setup.engine).block_nbytes / 2**30
     if "swap_gb" not in given:
         changes["swap_gb"] = setup.engine.num_blocks / 2 * block_gb
@@ -101,7 +110,7 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
 
 
 def _by_path(offload: OffloadConfig, *, fused: bool) -> dict[str, OffloadConfig]:
-    """One engine per copy path, without fused ones for a model with windows; a single one if a variable sets it."""
+    """One engine per copy path, fused ones only for a single layer group; a single one if a variable sets the path."""
     if {"save_path", "load_path"} & offload.model_fields_set:
         paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
     else:

@@ -45,7 +45,9 @@ class Case:
 
     Attributes:
       topology: name of a TPU topology, like `v6e:2x2`.
-      tp: devices that the pages' axis 1 (their heads) is split over.
+      tp: devices that an axis of the pages is split over.
+      split_axis: that axis of the caches: 2 are the heads of attention, 1 those of a recurrent state.
+      with_data_axis: whether the block axis names a mesh axis of size 1, as tpu-inference's caches do.
       dtype: element type of the caches.
       page_shape: global shape of a page.
       num_layers, num_blocks: size of the caches.
@@ -79,6 +81,8 @@ class Case:
     d_ff: int = 14336
     num_tokens: int = 256
     donate: bool = True
+    split_axis: int = 2
+    with_data_axis: bool = False
 
 
 def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
@@ -197,8 +201,12 @@ def describe(case: Case) -> tuple[Any, str, int]:
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
     devices = topology.devices[: case.tp]
-    sharding: Any = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, None, "model"))
-    if case.tp == 1 and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
+    mesh, blocks = Mesh(np.array(devices), ("model",)), None
+    if case.with_data_axis:
+        mesh, blocks = Mesh(np.array(devices).reshape(1, -1), ("data", "model")), "data"
+    unsplit = [None] * (case.split_axis - 1)
+    sharding: Any = NamedSharding(mesh, PartitionSpec(blocks, *unsplit, "model"))
+    if case.tp == 1 and not case.with_data_axis and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
         sharding = SingleDeviceSharding(devices[0], memory_kind="device")
     if case.order:
         sharding = Format(Layout(tuple(case.order)), sharding)

@@ -492,12 +492,13 @@ class OffloadConfig(pydantic.BaseModel):
 
     def _too_small(self, what: str, nbytes: int, *, share: float) -> ConfigError:
         """The error of a host tier whose part of this share is smaller than `nbytes`."""
-        given = f"{env_name('host_gb')}={self.host_gb}"
+        given, changed = f"{env_name('host_gb')}={self.host_gb}", "it"
         if self.host_gb is None:
             given = f"{env_name('num_cpu_chunks')}={self.num_cpu_chunks or DEFAULT_NUM_CPU_CHUNKS}"
+            changed = env_name("host_gb")
         part = "" if share == 1 else f"{share:g} of "
         return ConfigError(
-            f"{part}{given} is less than {what} of {nbytes} bytes; set {env_name('host_gb')} to at least "
+            f"{part}{given} is less than {what} of {nbytes} bytes; set {changed} to at least "
             f"{_round_up(nbytes / share / _GB)}, or to 0 to turn offloading off"
         )
 

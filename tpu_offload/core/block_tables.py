@@ -94,6 +94,23 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
     return hashes
 
 
+def read_tokens(request_id: str, given: Any, what: str) -> list[int]:
+    """Numbers of tokens, each a block boundary or not.
+
+    Raises:
+      RequestError: they are not a sequence of counts.
+    """
+    check_sequence(request_id, given, what)
+    try:
+        counts = [as_count(item) for item in given]
+    except Exception as e:
+        raise _unreadable(request_id, what, e) from e
+    found = [count for count in counts if count is not None]
+    if len(found) < len(counts):
+        raise RequestError(f"the {what} of request {request_id} are {one_line(given)}; expected integers from 0 on")
+    return found
+
+
 def read_tables(request_id: str, given: Any, *, num_groups: int | None = None) -> list[Any]:
     """The block tables of a request, one a layer group; does not read their ids.
 

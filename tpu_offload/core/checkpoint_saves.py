@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.block_tables import read_ids
+from tpu_offload.core.block_tables import read_ids, read_tokens
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.index import ChunkState, NewPiece
@@ -103,9 +103,9 @@ class CheckpointSaves:
 
     def _retained(self, request: RequestState, scheduled: ScheduledRequest) -> list[int]:
         """The boundaries that the engine names, in chunks; those inside a chunk cannot be saved."""
-        if not scheduled.retained_tokens:
+        if scheduled.retained_tokens == ():  # nearly always
             return []
-        tokens = read_ids(request.request_id, scheduled.retained_tokens)
+        tokens = read_tokens(request.request_id, scheduled.retained_tokens, "retained_tokens")
         return [num // self._chunk_tokens for num in tokens if num % self._chunk_tokens == 0]
 
     def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> Tail | None:

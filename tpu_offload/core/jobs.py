@@ -175,6 +175,10 @@ class WaitingLoad:
         """Blocks that will move."""
         return sum([len(part.block_ids) for part in self.parts])
 
+    def num_blocks_without(self, group_id: int | None) -> int:
+        """Those that will move in all layer groups but this one."""
+        return sum([len(part.block_ids) for part in self.parts if part.group_id != group_id])
+
 
 @final
 class JobTable:

@@ -25,6 +25,7 @@ class LoadQueue:
         self._staging = context.staging
         self._breaker = context.breakers[Direction.LOAD]
         self._timeout_s = context.config.job_timeout_s
+        self._state_group_id = context.state_group_id
         self._max_blocks_per_step = context.config.max_load_blocks(context.layout)
         self._waiting: list[WaitingLoad] = []
 
@@ -66,7 +67,7 @@ class LoadQueue:
         kept: list[WaitingLoad] = []
         for load in self._waiting:
             if self._lacks_staging(load) and not kept:
-                num_blocks = load.num_blocks
+                num_blocks = load.num_blocks_without(self._state_group_id)  # states are not staged
                 load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
             if self._lacks_staging(load):
                 kept.append(load)

@@ -121,6 +121,8 @@ class ReportHandler:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
             self._mark_slots_lost(first, end)
+        for first, end in report.lost_states:
+            self._mark_slots_lost(self._max_host_chunks + first, self._max_host_chunks + end)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
@@ -136,7 +138,7 @@ class ReportHandler:
             )
         self._check_cache_losses(report)
         self._transfers.flush_losses()
-        if not (report.results or report.lost_slots or report.lost_swap_blocks):
+        if not (report.results or report.lost_slots or report.lost_states or report.lost_swap_blocks):
             self._idempotent = report
 
     def _reject(self, error: str) -> None:

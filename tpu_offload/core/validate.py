@@ -299,13 +299,14 @@ def _setup_error(setup: Any) -> str:
 
 def _memory_error(report: StepReport, *, num_groups: int, max_swap_blocks: int) -> str:
     """Why the report's host memory fields are invalid; empty if they are valid."""
-    blocks, lost, lost_blocks = report.num_swap_blocks, report.lost_slots, report.lost_swap_blocks
+    blocks, lost_blocks = report.num_swap_blocks, report.lost_swap_blocks
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
         return f"blocks of the swap pool are {blocks!r:.100}; expected a count for each of {num_groups} layer groups"
     if blocks and max(blocks) > max_swap_blocks:
         return f"blocks of the swap pool are {blocks!r:.100}; expected at most {max_swap_blocks}"
-    if type(lost) is not tuple or not all(type(r) is tuple and len(r) == 2 and _is_range(*r) for r in lost):
-        return f"lost slots are {lost!r:.100}; expected ranges (first, end)"
+    for name, lost in (("slots", report.lost_slots), ("states", report.lost_states)):
+        if type(lost) is not tuple or not all(type(r) is tuple and len(r) == 2 and _is_range(*r) for r in lost):
+            return f"lost {name} are {lost!r:.100}; expected ranges (first, end)"
     if type(lost_blocks) is not tuple or not all(
         type(r) is tuple and len(r) == 3 and _are_counts(r[:1]) and r[0] < num_groups and _is_range(*r[1:])
         for r in lost_blocks

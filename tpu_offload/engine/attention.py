@@ -50,6 +50,10 @@ def map_row_tiles(fn: Callable[..., Any], num_rows: jax.Array, *arrays: jax.Arra
       The pytree of `fn`, with `rows` rows; those of tiles not reached are 0.
     """
     rows = arrays[0].shape[0]
+    if rows == ROW_TILE:
+        # XLA would drop the slice, and compile `fn` to other code than in a loop over many tiles.
+        padded = (jnp.pad(a, [(0, ROW_TILE), *[(0, 0)] * (a.ndim - 1)]) for a in arrays)
+        return jax.tree.map(lambda o: o[:rows], map_row_tiles(fn, num_rows, *padded))
     tile = jax.eval_shape(fn, *(a[:ROW_TILE] for a in arrays))
     out = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape[1:]), s.dtype), tile)
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tpu_offload import BlockHasher, CachesLostError, KVLayout, OffloadConfig, OffloadStats, RequestError
+from tpu_offload import BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenSpan
-from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
-from tpu_offload.engine.runner import ModelRunner, StepOutput
+from tpu_offload.engine.runner import ModelRunner, StepOutput, cache_layout
 from tpu_offload.engine.scheduler import Batch, Scheduler
 from tpu_offload.engine.sequence import ScheduledTokens, Sequence, sample_id
 
@@ -69,18 +68,18 @@ class Engine:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
-        layout = KVLayout.from_caches(
-            self._runner.kv_caches,
-            block_size=engine_config.block_size,
-            model=model_config.name,
-            groups=[(window, range(model_config.num_arrays)) for window in model_config.group_windows],
-            null_block=NULL_BLOCK,
-        )
+        layout = cache_layout(model_config, engine_config, self._runner.kv_caches)
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
-        self._scheduler = Scheduler(engine_config, hasher, offload=self._offload, windows=model_config.group_windows)
+        self._scheduler = Scheduler(
+            engine_config,
+            hasher,
+            offload=self._offload,
+            windows=model_config.group_windows,
+            has_states=bool(model_config.state_layers),
+        )
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
         self._last_end_s = 0.0
@@ -278,7 +277,14 @@ class Engine:
             rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
             source = next(rows)
             tokens = [*tokens, 0]
-        return TokenSpan(tokens, scheduled.start, sequence.block_tables, sequence.sampling, last_row=source)
+        return TokenSpan(
+            tokens,
+            scheduled.start,
+            sequence.block_tables,
+            sequence.sampling,
+            last_row=source,
+            state_rows=scheduled.state_rows,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

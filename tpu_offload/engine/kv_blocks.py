@@ -2,7 +2,8 @@
 
 A sequence has one block table for each layer group, by position: token `t` is in block `t // block_size`. A layer with
 full attention needs all blocks. A layer with a sliding window needs the last ones; older ones are freed while the
-sequence runs, and the table has the null block in their places.
+sequence runs, and the table has the null block in their places. A layer with states has rows in place of blocks, from a
+pool of their own (`state_rows`).
 
 A prefix hit of `n` blocks needs blocks 0 to `n - 1` of the group with full attention and, of each group with a window,
 the `window_blocks` ones before the hit's end, which the next tokens attend to. So a window's blocks are worth caching
@@ -24,9 +25,10 @@ from typing import final
 from tpu_offload import BlockHash, CachedPrefix
 from tpu_offload.engine.block_manager import NULL_BLOCK, BlockManager
 from tpu_offload.engine.sequence import Origin, Sequence
+from tpu_offload.engine.state_rows import StateRows
 
 type BlockCopy = tuple[int, int]  # block to read, block to write
-type FoundBlocks = List[dict[int, int]]  # per layer group, blocks by position
+type FoundBlocks = List[dict[int, int]]  # per layer group, blocks by position; rows in a group with states
 
 
 def num_skipped_blocks(num_computed_tokens: int, *, window: int, block_size: int) -> int:
@@ -56,12 +58,13 @@ class KVBlocks:
     Args:
       num_blocks: blocks, for all layer groups.
       block_size: tokens in a block.
-      windows: per layer group, the tokens that a token attends to, itself included; 0 for all. Only the first group has
-        full attention.
+      windows: per layer group with attention, the tokens that a token attends to, itself included; 0 for all. Only the
+        first group has full attention.
       max_step_tokens: most tokens that a step computes.
       num_spare_blocks: see `EngineConfig`.
       prefix_caching: whether full blocks are cached by hash.
       on_evict: called for each cached prefix whose last block of full attention is about to be evicted.
+      states: the rows of the layer group with states, the last one; None without such a group.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class KVBlocks:
         num_spare_blocks: int = 1,
         prefix_caching: bool = True,
         on_evict: Callable[[CachedPrefix], None] | None = None,
+        states: StateRows | None = None,
     ) -> None:
         self._block_size = block_size
+        self._states = states
         self._windows = tuple(windows)
         self._window_blocks = {g: _window_blocks(window, block_size) for g, window in enumerate(windows) if window}
         self._max_step_tokens = max_step_tokens
@@ -122,11 +127,28 @@ class KVBlocks:
             before = num_blocks
             for group_id in self._window_blocks:
                 num_blocks = self._cached_end(group_id, hashes[:num_blocks])
+            if self._states:
+                num_blocks = self._states.cached_end(hashes[:num_blocks])
         found = [dict(enumerate(full[:num_blocks]))]
         for group_id, window_blocks in self._window_blocks.items():
             first = max(0, num_blocks - window_blocks)
             found.append(dict(enumerate(self._manager.lookup(hashes[first:num_blocks], group_id=group_id), first)))
+        if self._states:
+            found.append(self._cached_state(hashes[:num_blocks]))
         return found
+
+    def parting(self, hashes: List[BlockHash], hit: FoundBlocks) -> set[int]:
+        """Where a prompt parts from others: the end, in tokens, of what is cached of it with full attention.
+
+        Empty if that is where its hit ends, and in a model without states, of which steps need not end there.
+        """
+        num_blocks = len(self._manager.lookup(hashes)) if self._states and self._prefix_caching else 0
+        return {num_blocks * self._block_size} if num_blocks > len(hit[0]) else set()
+
+    def _cached_state(self, hashes: List[BlockHash]) -> dict[int, int]:
+        """By position, the cached row with the state after these blocks."""
+        row = self._states.get(hashes[-1]) if self._states and hashes else None
+        return {} if row is None else {len(hashes) - 1: row}
 
     def live(self, sequence: Sequence, samples: List[Sequence]) -> FoundBlocks:
         """Copies of a sequence's full blocks that are in HBM, apart from its own.
@@ -137,7 +159,9 @@ class KVBlocks:
         """
         num_full = sequence.num_computed_tokens // self._block_size
         found = self._nothing()
-        for group_id in range(len(found)):
+        if self._states:
+            found[-1] = self._states.live(sequence)
+        for group_id in range(len(self._windows)):
             first = self._num_skipped(group_id, sequence.num_computed_tokens)
             blocks = {} if sequence.is_stale else self._cached(sequence, group_id, first, num_full)
             for sample in samples:
@@ -172,6 +196,7 @@ class KVBlocks:
           active: sequences for which blocks must stay free, see `EngineConfig.num_spare_blocks`.
         """
         to_fill = self._to_fill(sequence, num_tokens, start)
+        states = shared[-1] if self._states and shared else {}
         # Of a window, blocks before `start` may be cached that are not needed there.
         shared = [
             {i: block_id for i, block_id in blocks.items() if i >= first}
@@ -183,10 +208,12 @@ class KVBlocks:
             return True
         if not self._manager.can_allocate(num_new + self._num_spare(active), cached=cached):
             return False
+        if self._states and not sequence.block_tables:
+            self._states.grant(sequence, start, shared=states)
         self._manager.share(cached)
         new = iter(self._manager.allocate(num_new))
         tables = sequence.block_tables = sequence.block_tables or [[] for _ in self._windows]
-        for table, (first, end), found in zip(tables, to_fill, shared or self._nothing(), strict=True):
+        for table, (first, end), found in zip(tables, to_fill, shared or [{}] * len(tables), strict=True):
             table += [NULL_BLOCK] * (first - len(table))
             table += [found[i] if i in found else next(new) for i in range(first, end)]
         return True
@@ -194,15 +221,16 @@ class KVBlocks:
     def fork(self, sequence: Sequence, leader: Sequence, *, active: List[Sequence]) -> list[BlockCopy] | None:
         """Grants another sample of a prompt blocks with the KV of the prompt except its last token.
 
-        Full blocks are shared. The partial one of each layer group is copied.
+        Full blocks are shared. The partial one of each layer group is copied. A state is shared if there is one at that
+        token, which has to be a block boundary then.
 
         Args:
           sequence: has no blocks, and only the tokens of the prompt.
           leader: has computed the prompt and still holds its blocks.
           active: as in `grant`.
         Returns:
-          The blocks to copy. None, with nothing granted, if there are too few blocks or a window of the leader has left
-          one behind that is needed and not cached.
+          The blocks to copy. None, with nothing granted, if there are too few blocks, a window of the leader has left
+          one behind that is needed and not cached, or there is no such state.
         """
         num_reused = len(sequence.tokens) - 1
         num_shared, end = num_reused // self._block_size, self._num_blocks(num_reused)
@@ -215,16 +243,41 @@ class KVBlocks:
                 shared[group_id] |= self._cached(sequence, group_id, first, end_left_behind)
             if NULL_BLOCK in (*shared[group_id].values(), *table[num_shared:end]):
                 return None
+        if self._states and num_reused:
+            shared[-1] = self._leaders_state(leader, num_reused)
+            if not shared[-1]:
+                return None
         if not self.grant(sequence, len(sequence.tokens), start=num_reused, shared=shared, active=active):
             return None
         tables = zip(leader.block_tables, sequence.block_tables, strict=True)
         return [(source[i], target[i]) for source, target in tables for i in range(num_shared, end)]
 
+    def _leaders_state(self, leader: Sequence, num_tokens: int) -> dict[int, int]:
+        """By position, a row with the state of a sequence after so many tokens, held by it or cached."""
+        position = num_tokens // self._block_size - 1
+        if num_tokens % self._block_size:
+            return {}
+        if position in leader.states:
+            return {position: leader.states[position]}
+        return (
+            {}
+            if leader.is_stale or not self._prefix_caching
+            else self._cached_state(leader.block_hashes[: position + 1])
+        )
+
     def register(self, sequence: Sequence, first: int, end: int) -> None:
         """Adds full blocks whose KV is in place to the prefix cache; of a window those before the end of the prompt."""
         self._cache(sequence, 0, first, end)
+        if self._states:
+            self._states.register(sequence, first, end)
         for group_id in self._window_blocks:
             self._cache_before_prompt_end(sequence, group_id, first, end)
+
+    def register_loaded(self, sequence: Sequence, first: int, end: int) -> None:
+        """As `register`, of blocks that were loaded; with the state after them."""
+        self.register(sequence, first, end)
+        if self._states and end > first:
+            self._states.cache(sequence, end - 1)
 
     def _cache_before_prompt_end(self, sequence: Sequence, group_id: int, first: int, end: int) -> None:
         """Caches what a hit at the last block boundary below the last token of the prompt needs of a window."""
@@ -249,7 +302,9 @@ class KVBlocks:
                 self._origins[block_id] = sequence.origin, i
 
     def can_continue(self, sequence: Sequence, num_computed_tokens: int) -> bool:
-        """Whether a sequence has the blocks to compute from there on: no window was granted for a later start."""
+        """Whether a sequence can compute from there on: no window and no state was granted for a later start."""
+        if self._states and not self._states.can_continue(sequence, num_computed_tokens):
+            return False
         return all(
             sequence.block_tables[group_id].count(NULL_BLOCK) <= self._num_skipped(group_id, num_computed_tokens)
             for group_id in self._window_blocks
@@ -270,13 +325,26 @@ class KVBlocks:
                     self._cache_before_prompt_end(sequence, group_id, first, end)
                     self._manager.free(table[first:end])
                     table[first:end] = [NULL_BLOCK] * (end - first)
+        if self._states:
+            for sequence in sequences:
+                self._states.release_skipped(sequence)
+
+    def clip(self, sequence: Sequence, start: int, num_tokens: int) -> int:
+        """The tokens that a step of at most `num_tokens` computes; fewer if a state at a boundary is to be kept."""
+        return self._states.clip(sequence, start, num_tokens) if self._states else num_tokens
+
+    def advance_states(self, sequence: Sequence, start: int, end: int) -> tuple[int, int]:
+        """The rows that a step reads and writes (`StateRows.advance`); null blocks in a model without states."""
+        return self._states.advance(sequence, start, end) if self._states else (NULL_BLOCK, NULL_BLOCK)
 
     def deduplicate(self, sequence: Sequence, samples: List[Sequence]) -> None:
         """Like `register`, for all full blocks of a sequence that was swapped in.
 
         Where an equal block is in HBM by now, that one is shared and the sequence's own is freed.
         """
-        for table, found in zip(sequence.block_tables, self.live(sequence, samples), strict=True):
+        if self._states:
+            self._states.deduplicate(sequence)
+        for table, found in zip(sequence.block_tables, self.live(sequence, samples), strict=False):
             for i, live in found.items():
                 self._manager.share([live])
                 self._manager.free([table[i]])
@@ -287,6 +355,8 @@ class KVBlocks:
         """Empties the prefix cache."""
         self._manager.invalidate()
         self._origins.clear()
+        if self._states:
+            self._states.invalidate()
 
     def _evict(self, block_ids: List[int]) -> None:
         """Reports the prefixes that end with these blocks; one that loses several blocks once, with the longest."""
@@ -322,6 +392,8 @@ class KVBlocks:
             self._cache(sequence, 0, first, end)
             for group_id, window_blocks in self._window_blocks.items():
                 self._cache(sequence, group_id, max(0, end - window_blocks), end)
+        if self._states:
+            self._states.release(sequence, num_valid_tokens=num_valid_tokens)
         tables, sequence.block_tables = sequence.block_tables, []
         rows = itertools.zip_longest(*tables, fillvalue=NULL_BLOCK)
         self._manager.free([block_id for row in rows for block_id in row if block_id != NULL_BLOCK])
@@ -343,6 +415,8 @@ class KVBlocks:
                     assert key is None or not sequence.is_stale, "KV from before a reset is in the prefix cache"
                     assert key in (None, (group_id, *sequence.block_hashes[i : i + 1])), "found by another's hash"
         self._manager.check_invariants(holders)
+        if self._states:
+            self._states.check_invariants(active)
         for sequence in active:
             for table in sequence.block_tables:
                 written = table[sequence.num_computed_tokens // self._block_size :]
@@ -375,7 +449,7 @@ class KVBlocks:
         return num_skipped_blocks(num_computed_tokens, window=self._windows[group_id], block_size=self._block_size)
 
     def _nothing(self) -> list[dict[int, int]]:
-        return [{} for _ in self._windows]
+        return [{} for _ in range(len(self._windows) + bool(self._states))]
 
     def _to_fill(self, sequence: Sequence, num_tokens: int, start: int) -> list[tuple[int, int]]:
         """Per layer group, the first position to grant a block for, and the end; see `grant`."""

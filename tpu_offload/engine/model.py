@@ -1,5 +1,7 @@
 """A Llama-shaped decoder in Flax NNX: GQA, rotary positions, RMSNorm, SwiGLU; random weights from a seed.
 
+Some layers may have a gated delta net in place of attention (`delta_net`).
+
 The modules process tiles of rows, independent of requests, blocks and batches; `forward` combines them with the paged
 cache.
 """
@@ -12,6 +14,7 @@ from tpu_offload import FusedCopies
 from tpu_offload.engine.attention import map_row_tiles, paged_attention, write_kv
 from tpu_offload.engine.batch import StepInputs
 from tpu_offload.engine.config import ModelConfig
+from tpu_offload.engine.delta_net import GatedDeltaNet
 
 
 def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
@@ -33,8 +36,28 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+class SwiGLU(nnx.Module):
+    """The second half of every layer.
+
+    Args:
+      config: sizes.
+      rngs: source of the random weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.gate = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(config.d_ff, config.d_model, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """What it adds to the residual stream, f32[rows, d_model]."""
+        y = self.norm(x)
+        return self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
 class DecoderLayer(nnx.Module):
-    """One layer, cut in two where the paged attention sits between.
+    """One layer with attention, cut in two where the paged attention sits between.
 
     Args:
       config: sizes.
@@ -50,10 +73,7 @@ class DecoderLayer(nnx.Module):
         self.k = nnx.Linear(config.d_model, kv_width, use_bias=False, rngs=rngs)
         self.v = nnx.Linear(config.d_model, kv_width, use_bias=False, rngs=rngs)
         self.o = nnx.Linear(width, config.d_model, use_bias=False, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
-        self.gate = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(config.d_ff, config.d_model, use_bias=False, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries, and keys and values as the cache stores them.
@@ -78,8 +98,30 @@ class DecoderLayer(nnx.Module):
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Adds the attention's output and the SwiGLU to the residual stream, f32[rows, d_model]."""
         x = x + self.o(attended.reshape(x.shape[0], -1))
-        y = self.mlp_norm(x)
-        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+        return x + self.mlp(x)
+
+
+class StateLayer(nnx.Module):
+    """One layer with linear attention, cut in two where its states sit between.
+
+    Args:
+      config: sizes.
+      rngs: source of the random weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.mixer_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.mixer = GatedDeltaNet(config, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `GatedDeltaNet.project`, of the residual stream."""
+        return self.mixer.project(self.mixer_norm(x))
+
+    def finish(self, x: jax.Array, mixed: jax.Array, gate: jax.Array) -> jax.Array:
+        """Adds the mixer's output and the SwiGLU to the residual stream, f32[rows, d_model]."""
+        x = x + self.mixer.output(mixed, gate)
+        return x + self.mlp(x)
 
 
 class Decoder(nnx.Module):
@@ -93,7 +135,8 @@ class Decoder(nnx.Module):
         rngs = nnx.Rngs(config.seed)
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
+        kinds = [StateLayer if i in config.state_layers else DecoderLayer for i in range(config.num_layers)]
+        self.layers = nnx.List([kind(config, rngs=rngs) for kind in kinds])
         self.norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
         self.head = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
 
@@ -104,10 +147,10 @@ class Decoder(nnx.Module):
     def forward(
         self, kv_caches: list[jax.Array], inputs: StepInputs, copies: FusedCopies
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Computes the step's tokens and stores their KV.
+        """Computes the step's tokens, and stores their KV and the states after them.
 
         Args:
-          kv_caches: per layer of a group, kv_dtype[num_blocks + 1, *page_shape]; donate them, they are updated.
+          kv_caches: as `ModelRunner.kv_caches`; donate them, they are updated.
           inputs: the batch.
           copies: what the offload library moves under the layers' compute; the caller finishes it.
         Returns:
@@ -116,10 +159,18 @@ class Decoder(nnx.Module):
         """
         x = self.embed(inputs.tokens)
         caches = list(kv_caches)
-        groups, windows = self.config.layer_groups, self.config.group_windows
+        windows, num_arrays = self.config.group_windows, self.config.num_arrays
+        groups = self.config.layer_groups[: len(windows)]
         places = {layer: (group_id, j) for group_id, layers in enumerate(groups) for j, layer in enumerate(layers)}
         last_uses = {max(layers) for layers in zip(*groups, strict=True)}  # of each array
         for i, layer in enumerate(self.layers):
+            if isinstance(layer, StateLayer):
+                at = num_arrays + 2 * self.config.state_layers.index(i)
+                qkv, gates, gate = map_row_tiles(layer.project, inputs.num_tokens, x)
+                conv, states = caches[at : at + 2]
+                mixed, caches[at], caches[at + 1] = layer.mixer.recur(conv, states, qkv, gates, inputs)
+                x = map_row_tiles(layer.finish, inputs.num_tokens, x, mixed, gate)
+                continue
             group_id, j = places[i]
             q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
             caches[j] = write_kv(caches[j], kv, inputs, group_id=group_id)

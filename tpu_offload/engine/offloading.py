@@ -79,8 +79,11 @@ class Offloading:
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
+        self._layout = layout
         self._block_size = layout.block_size
-        self._windows = [group.window for group in layout.groups]
+        self._chunk_tokens = layout.block_size * config.blocks_per_chunk
+        self._has_states = layout.state_group is not None
+        self._windows = [group.window for group in layout.groups if group is not layout.state_group]
         self._decode_save = config.decode_save
         self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
         self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
@@ -111,6 +114,8 @@ class Offloading:
         if self._has_storage and found.state is MatchState.ARRIVING:
             self.release(sequence)
             return None
+        if found.junction_tokens and self._has_states:
+            sequence.junctions.add(found.junction_tokens)
         return found.num_tokens
 
     def release(self, sequence: Sequence) -> None:
@@ -124,7 +129,8 @@ class Offloading:
           sequence: has its blocks.
           num_tokens: tokens to load. If not 0, the sequence must not run before `poll` names it.
         """
-        self._scheduler.admit(sequence.sequence_id, sequence.block_tables, num_loaded_tokens=num_tokens)
+        self._scheduler.admit(sequence.sequence_id, self._tables(sequence), num_loaded_tokens=num_tokens)
+        self._add_junctions(sequence)
         self._watch(sequence)
 
     @property
@@ -135,6 +141,12 @@ class Offloading:
     def evict(self, prefix: CachedPrefix) -> None:
         """Call it before the last block of a cached prefix is granted to another request."""
         self._scheduler.evict(prefix)
+
+    def _add_junctions(self, sequence: Sequence) -> None:
+        """Has a state at the last chunk boundaries below the ends of what the sequence computes now."""
+        if self._chunk_tokens > self._block_size and self._has_states:
+            for end in (sequence.num_prompt_tokens, len(sequence.tokens)):
+                sequence.junctions.add((end - 1) // self._chunk_tokens * self._chunk_tokens)
 
     def _watch(self, sequence: Sequence) -> None:
         """From now on the sequence's blocks are offered for saving."""
@@ -275,15 +287,21 @@ class Offloading:
         num_tokens, block_size = sequence.num_computed_tokens, self._block_size
         end = -(-num_tokens // block_size)
         starts = [num_skipped_blocks(num_tokens, window=window, block_size=block_size) for window in self._windows]
-        return [table[start:end] for table, start in zip(sequence.block_tables, starts, strict=True)]
+        in_use = [table[start:end] for table, start in zip(sequence.block_tables, starts, strict=True)]
+        # Of states the last one only: that at the block boundary before it is for other requests.
+        return [*in_use, [sequence.states[end - 1]] if end else []] if self._has_states else in_use
+
+    def _tables(self, sequence: Sequence) -> list[list[int]]:
+        return [*sequence.block_tables, sequence.state_table] if self._has_states else sequence.block_tables
 
     def _held(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=sequence.sequence_id,
-            block_tables=sequence.block_tables,
+            block_tables=self._tables(sequence),
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight
+            retained_tokens=tuple(sequence.junctions),
         )
 
     def wait_until_allocated(self) -> None:

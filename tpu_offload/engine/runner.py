@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
+from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep, KVLayout
 from tpu_offload.engine.batch import StepInputs, TokenSpan, pack
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.sampling import logprobs, sample
@@ -70,6 +71,27 @@ def _copy_blocks(kv_caches: list[jax.Array], sources: jax.Array, targets: jax.Ar
     return lax.fori_loop(0, num_blocks, copy, kv_caches)
 
 
+def cache_shapes(model_config: ModelConfig, engine_config: EngineConfig) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the arrays of `ModelRunner.kv_caches`."""
+    page = engine_config.num_blocks + 1, *model_config.page_shape(engine_config.block_size)
+    num_rows = engine_config.num_state_rows + 1
+    states = [((num_rows, *shape), dtype) for shape, dtype in model_config.state_shapes]
+    return [*[(page, model_config.kv_dtype)] * model_config.num_arrays, *states]
+
+
+def cache_layout(model_config: ModelConfig, engine_config: EngineConfig, kv_caches: Sequence[Any]) -> KVLayout:
+    """Describes `ModelRunner.kv_caches`, or shape structs with a sharding in their place."""
+    num_arrays = model_config.num_arrays
+    return KVLayout.from_caches(
+        kv_caches,
+        block_size=engine_config.block_size,
+        model=model_config.name,
+        groups=[(window, range(num_arrays)) for window in model_config.group_windows],
+        states=range(num_arrays, len(kv_caches)),
+        null_block=NULL_BLOCK,
+    )
+
+
 class ModelRunner:
     """Runs steps. The caches it holds are donated to each step and replaced by the step's output.
 
@@ -78,16 +100,16 @@ class ModelRunner:
       engine_config: number and size of the blocks, and the bounds of a batch.
 
     Attributes:
-      kv_caches: per layer of a layer group, kv_dtype[num_blocks + 1, *page_shape]; all groups share them, and the
-        first block is the null block. Any other donor (the offload worker) must store the new ones here before the
-        next step.
+      kv_caches: per layer of a layer group with attention, kv_dtype[num_blocks + 1, *page_shape]; all these groups
+        share them, and the first block is the null block. After them, per layer with states, in layer order, two arrays
+        `[num_states + 1, ...]` of `ModelConfig.state_shapes`. Any other donor (the offload worker) must store the new
+        ones here before the next step.
     """
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
         self._programs: dict[tuple[int, int], Any] = {}  # by numbers of saved and loaded runs
-        self._cache_shape = engine_config.num_blocks + 1, *model_config.page_shape(engine_config.block_size)
         self.kv_caches: list[jax.Array] = []
         self.renew_caches()
         self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), jax.devices()[0])
@@ -100,9 +122,9 @@ class ModelRunner:
         # Committed to a device, like arrays that come back from the offload worker. Uncommitted arrays would compile
         # the step once more.
         device = jax.devices()[0]
-        dtype = self._model_config.kv_dtype
         self.kv_caches = [
-            jax.device_put(jnp.zeros(self._cache_shape, dtype), device) for _ in range(self._model_config.num_arrays)
+            jax.device_put(jnp.zeros(shape, dtype), device)
+            for shape, dtype in cache_shapes(self._model_config, self._engine_config)
         ]
 
     def step(self, spans: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
@@ -125,7 +147,7 @@ class ModelRunner:
         return StepOutput(tokens, chances, logits, copied)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Dispatches copies of blocks within HBM, in this order.
+        """Dispatches copies of blocks with KV within HBM, in this order.
 
         Args:
           copies: block to read, block to write.
@@ -136,7 +158,9 @@ class ModelRunner:
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         ids = np.zeros((2, _MAX_COPIES), np.int32)
         ids[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
-        self.kv_caches = _copy_blocks(self.kv_caches, ids[0], ids[1], np.int32(len(copies)))
+        num_arrays = self._model_config.num_arrays
+        kv, states = self.kv_caches[:num_arrays], self.kv_caches[num_arrays:]
+        self.kv_caches = [*_copy_blocks(kv, ids[0], ids[1], np.int32(len(copies))), *states]
 
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents.

@@ -27,6 +27,7 @@ from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
 from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
+from tpu_offload.engine.state_rows import StateRows
 
 type Batch = list[ScheduledTokens]
 
@@ -38,7 +39,9 @@ class Scheduler:
       config: sizes.
       hasher: hashes full blocks.
       offload: the offloading glue; None without offloading.
-      windows: per layer group, the tokens that a token attends to; 0 for all. The first group has full attention.
+      windows: per layer group with attention, the tokens that a token attends to; 0 for all. The first group has full
+        attention.
+      has_states: whether the model has a layer group with states.
     """
 
     def __init__(
@@ -48,10 +51,14 @@ class Scheduler:
         *,
         offload: Offloading | None,
         windows: List[int] = (0,),
+        has_states: bool = False,
     ) -> None:
         self._config = config
         self._hasher = hasher
         self._offload = offload
+        states = StateRows(
+            config.num_state_rows, block_size=config.block_size, prefix_caching=config.enable_prefix_caching
+        )
         self._blocks = KVBlocks(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -60,6 +67,7 @@ class Scheduler:
             num_spare_blocks=config.num_spare_blocks,
             prefix_caching=config.enable_prefix_caching,
             on_evict=offload.evict if offload and offload.saves_on_eviction else None,
+            states=states if has_states else None,
         )
         # Both from the oldest to the newest.
         self._waiting: list[Sequence] = []  # WAITING or SWAPPED
@@ -166,7 +174,7 @@ class Scheduler:
                 assert granted, "_make_room has made too little room"
                 self._hash(sequence)
                 batch.append(self._start(sequence, num_tokens))
-                budget -= num_tokens
+                budget -= batch[-1].num_tokens
         # Not in a step that preempts: the victim would be admitted first, to its own blocks.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
@@ -175,7 +183,7 @@ class Scheduler:
             if sequence.phase is Phase.RUNNING:
                 num_tokens = min(sequence.num_next_tokens, budget)
                 batch.append(self._start(sequence, num_tokens))
-                budget -= num_tokens
+                budget -= batch[-1].num_tokens
         return batch
 
     def take_copies(self) -> list[BlockCopy]:
@@ -237,7 +245,7 @@ class Scheduler:
             sequence.is_stale = sequence.is_stale and num_valid_tokens > 0
         first_block = sequence.num_computed_tokens // self._config.block_size
         sequence.advance(num_loaded, source="host")
-        self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
+        self._blocks.register_loaded(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
         sequence.num_loading_tokens = 0
         sequence.phase = Phase.RUNNING
 
@@ -306,11 +314,14 @@ class Scheduler:
         self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
 
     def _start(self, sequence: Sequence, num_tokens: int) -> ScheduledTokens:
+        """Schedules at most `num_tokens` tokens of a sequence."""
         start = sequence.num_computed_tokens
+        num_tokens = self._blocks.clip(sequence, start, num_tokens)
+        state_rows = self._blocks.advance_states(sequence, start, start + num_tokens)
         sequence.advance(num_tokens, source="computed")
         samples = sequence.num_computed_tokens == sequence.num_tokens
         sequence.num_in_flight += samples
-        return ScheduledTokens(sequence, start, num_tokens, samples)
+        return ScheduledTokens(sequence, start, num_tokens, samples, state_rows)
 
     def _try_admit(self, sequence: Sequence, batch: Batch) -> bool:
         """Grants blocks to the first sequence in the queue, if there are enough."""
@@ -328,7 +339,9 @@ class Scheduler:
         self._hash(sequence)
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
-        cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
+        hashes = sequence.block_hashes[:num_reusable]
+        cached = self._blocks.find_prefix(hashes)
+        junctions = self._blocks.parting(hashes, cached)
         num_cached_tokens = len(cached[0]) * self._config.block_size
         num_found = self._offload.look_up(sequence, num_computed_tokens=num_cached_tokens) if self._offload else 0
         if num_found is None:
@@ -340,6 +353,7 @@ class Scheduler:
             if self._offload:
                 self._offload.release(sequence)
             return False
+        sequence.junctions |= junctions
         sequence.advance(num_cached_tokens, source="hbm")
         sequence.num_loading_tokens = num_found
         if self._offload:

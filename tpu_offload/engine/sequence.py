@@ -5,6 +5,7 @@ import enum
 from typing import NamedTuple
 
 from tpu_offload import BlockHash, RequestLimits
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.request import FinishReason, PromptTokens, Request, RequestOutput, RequestStats, SamplingParams
 
 
@@ -52,8 +53,11 @@ class Sequence:
       index: index of the sample.
       arrival: position in the order of all requests.
       phase: its phase.
-      block_tables: per layer group, its blocks by position, and the null block where a window has left one behind;
-        empty while it holds no blocks.
+      block_tables: per layer group with attention, its blocks by position, and the null block where a window has left
+        one behind; empty while it holds no blocks.
+      states: in a model with states, rows of the state arrays by position, see `state_rows`; empty while it holds none.
+      junctions: numbers of tokens, multiples of the block size, at which its state is to be kept, beside those at the
+        ends of its prompt and of what it has computed: where other prompts part from it.
       block_hashes: hashes of its full blocks, in token order.
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far: in its blocks, or
         swapped out.
@@ -80,6 +84,8 @@ class Sequence:
     arrival: int = 0
     phase: Phase = Phase.WAITING
     block_tables: list[list[int]] = dataclasses.field(default_factory=list)
+    states: dict[int, int] = dataclasses.field(default_factory=dict)
+    junctions: set[int] = dataclasses.field(default_factory=set)
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
@@ -116,6 +122,14 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Sort key, from older to newer sequences."""
         return self.arrival, self.index
+
+    @property
+    def state_table(self) -> list[int]:
+        """Its rows of the state arrays as a block table: by position, with null blocks where it holds none."""
+        table = [NULL_BLOCK] * (max(self.states, default=-1) + 1)
+        for position, row in self.states.items():
+            table[position] = row
+        return table
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -185,12 +199,14 @@ class ScheduledTokens(NamedTuple):
       start: position of the first token.
       num_tokens: number of tokens.
       samples: whether the step samples the next token, because these are the last known ones.
+      state_rows: in a model with states, the rows that the step reads and writes, see `TokenSpan`.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    state_rows: tuple[int, int] = (NULL_BLOCK, NULL_BLOCK)
 
     @property
     def end(self) -> int:

@@ -131,8 +131,9 @@ class TransferSpec:
     def flat(self) -> bool:
         """Whether pages are rows of 128 elements in segments and staging arrays (see `pages`).
 
-        So on TPU if a block is not contiguous, if the last axis of a page does not fill its lanes, or if tiles have
-        more than 8 rows (some 8-bit types): the compiler would copy whole segments to change the tile height.
+        So on TPU if a block is not contiguous, if a page does not fill its tiles (the compiler would lay out segments
+        with less padding, and several blocks in a tile), or if tiles have more than 8 rows (some 8-bit types): the
+        compiler would copy whole segments to change the tile height.
         """
         layout = self.cache_layout
         if self.platform != "tpu" or layout is None:
@@ -140,7 +141,16 @@ class TransferSpec:
         in_one_piece = layout.major_to_minor[0] == 0 and self.blocks_together == 1
         tile = layout.tiling[0] if layout.tiling else ()
         is_high = len(tile) > 1 and tile[-2] > 8
-        return not in_one_piece or is_high or self._shard_page[-1] % LANES != 0
+        return not in_one_piece or is_high or self._shard_page[-1] % LANES != 0 or self._has_padded_rows
+
+    @property
+    def _has_padded_rows(self) -> bool:
+        """Whether a page has fewer rows than its tiles, as one of 3 x 128 in tiles of 4 x 128."""
+        layout = self.cache_layout
+        if layout is None or not layout.tiling or len(layout.tiling[0]) < 2:
+            return False
+        axis = layout.major_to_minor[-2]
+        return axis > 0 and self._shard_page[axis - 1] % layout.tiling[0][-2] != 0
 
     @property
     def blocks_together(self) -> int:

@@ -24,6 +24,7 @@ from tpu_offload.replay.setup import (
     build_setup,
     build_workload,
     describe,
+    host_sizes,
     serve_once,
 )
 from tpu_offload.types import BlockHash
@@ -56,7 +57,9 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
     if offload.num_cpu_chunks is None and offload.host_gb is None:
         # Not the default of 1024 chunks: a replay knows what it needs, windows included if they were all kept.
         num_host_blocks = num_unique_blocks * len(options.model.group_windows)
-        offload = offload.model_copy(update={"num_cpu_chunks": -(-num_host_blocks // offload.blocks_per_chunk)})
+        num_chunks = -(-num_host_blocks // offload.blocks_per_chunk)
+        sizes = host_sizes(setup, num_chunks=num_chunks, num_states=2 * workload.num_requests)
+        offload = offload.model_copy(update=sizes)
     return dataclasses.replace(setup, offload=offload)
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.kv_blocks import most_blocks
+from tpu_offload.engine.runner import cache_layout, cache_shapes
 from tpu_offload.errors import InputError
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
+from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.replay.serving import ServedRun, serve
@@ -49,11 +51,35 @@ def hybrid(model: ModelConfig) -> ModelConfig:
             f"--model hybrid with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
             "layer with full attention after three with sliding windows"
         )
-    windows = tuple(i for i in range(model.num_layers) if i % _LAYERS_PER_FULL != _LAYERS_PER_FULL - 1)
-    return dataclasses.replace(model, sliding_window=_WINDOW, window_layers=windows)
+    return dataclasses.replace(model, sliding_window=_WINDOW, window_layers=_all_but_every_fourth(model))
 
 
-MODELS: dict[str, Callable[[ModelConfig], ModelConfig]] = {"full": lambda model: model, "hybrid": hybrid}
+def state(model: ModelConfig) -> ModelConfig:
+    """A model with linear-attention states in three of four layers, in heads of the same sizes.
+
+    Raises:
+      InputError: its layers cannot be divided so.
+    """
+    if model.num_layers % _LAYERS_PER_FULL:
+        raise InputError(
+            f"--model state with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
+            "layer with full attention after three with states"
+        )
+    layers = _all_but_every_fourth(model)
+    return dataclasses.replace(
+        model, state_layers=layers, num_state_heads=model.num_heads, state_head_dim=model.head_dim
+    )
+
+
+def _all_but_every_fourth(model: ModelConfig) -> tuple[int, ...]:
+    return tuple(i for i in range(model.num_layers) if i % _LAYERS_PER_FULL != _LAYERS_PER_FULL - 1)
+
+
+MODELS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "full": lambda model: model,
+    "hybrid": hybrid,
+    "state": state,
+}
 """What `--model` makes of the model's sizes."""
 
 
@@ -139,7 +165,7 @@ def build_setup(
     )
     check_memory(model, engine)
     layout = layout_of(model, engine)
-    for size in (offload.staging_blocks, offload.host_chunks):
+    for size in (offload.staging_blocks, offload.host_chunks, offload.host_states):
         size(layout)  # fail on an invalid size now, not after the baseline
     if offload.enabled and offload.copy_profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
         CopyProfile.read(offload.copy_profile).check_device(jax.devices()[0].device_kind)  # likewise
@@ -198,7 +224,7 @@ def build_workload(options: ServingOptions, *, default: str = "chat") -> Workloa
 def max_request_tokens(options: ServingOptions) -> int:
     """Most tokens that a request can have: HBM has room for its KV, and this process for its tokens."""
     model = options.model
-    kv_nbytes = model.num_layers * _page_nbytes(model, 1)
+    kv_nbytes = (model.num_layers - len(model.state_layers)) * _page_nbytes(model, 1)
     host_nbytes = available_nbytes()
     if jax.default_backend() == "cpu":
         num_tokens = host_nbytes // (kv_nbytes + _TOKEN_NBYTES)
@@ -218,7 +244,7 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
     """Raises InputError on a CPU if the sizes need more memory than is free (the kernel would kill the process)."""
     if jax.default_backend() != "cpu":
         return
-    kv_nbytes = engine.num_blocks * model.num_arrays * _page_nbytes(model, engine.block_size)
+    kv_nbytes = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in cache_shapes(model, engine))
     layer = 2 * model.d_model * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.d_model * model.d_ff
     weight_nbytes = 4 * (model.num_layers * layer + 2 * model.vocab_size * model.d_model)
     activation_nbytes = 4 * engine.max_num_batched_tokens * (model.d_model + 2 * model.d_ff)
@@ -234,10 +260,23 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
 
 def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     """The layout of the engine's caches."""
-    pages = (PageGroup(tuple(range(model.num_arrays)), model.page_shape(engine.block_size), model.kv_dtype),)
-    kinds = LayerGroupKind.FULL_ATTENTION, LayerGroupKind.SLIDING_WINDOW
-    groups = tuple(LayerGroup(kinds[window > 0], pages, window) for window in model.group_windows)
-    return KVLayout(engine.block_size, groups, model=model.name)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in cache_shapes(model, engine)]
+    return cache_layout(model, engine, structs)
+
+
+def host_sizes(setup: Setup, *, num_chunks: int, num_states: int) -> dict[str, Any]:
+    """Settings for a host tier of so many chunks and, if the model has any, of so many states."""
+    layout, offload = layout_of(setup.model, setup.engine), setup.offload
+    if layout.state_group is None:
+        return {"num_cpu_chunks": num_chunks}
+    chunk_nbytes = layout.block_nbytes_per_host * offload.blocks_per_chunk
+    kv_nbytes, state_nbytes = num_chunks * chunk_nbytes, num_states * layout.group_nbytes_per_host(layout.state_group)
+    total_nbytes, share = kv_nbytes + state_nbytes, state_nbytes / (kv_nbytes + state_nbytes)
+    if "state_share" in offload.model_fields_set:
+        share = offload.state_share
+        total_nbytes = math.ceil(max(kv_nbytes / (1 - share), state_nbytes / share))
+    return {"num_cpu_chunks": total_nbytes // chunk_nbytes + 2, "state_share": share}
 
 
 def describe(setup: Setup) -> dict[str, Any]:

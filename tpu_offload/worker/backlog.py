@@ -6,12 +6,13 @@ step. Of these the oldest load gets half, so that it ends; the others share the 
 small load does not wait for a large one; what they leave goes to the oldest. Urgent loads, which the coming step reads,
 are dispatched first and whole; the others get the rest of the limit, and at least a quarter of it.
 
-The pieces depend on plans and counts only, so hosts that share one model choose the same ones.
+A row of states takes as long as many blocks and counts as that many; it goes with the piece that its last one falls
+into. The pieces depend on plans and counts only, so hosts that share one model choose the same ones.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -26,13 +27,15 @@ class BackloggedLoad:
     Attributes:
       job: the whole load.
       host_block_ids: per part of the job, its places in the host tier.
-      num_dispatched: number of its leading blocks that have been dispatched.
+      sizes: per part of the job, how many blocks each of its blocks counts as.
+      num_dispatched: number of its leading blocks that have been dispatched, counted so.
       pieces: step and size of each dispatched piece.
       error: the error of a piece, after which no other is dispatched; empty without one.
     """
 
     job: CopyJob
     host_block_ids: Sequence[np.ndarray[Any, np.dtype[np.int32]]]
+    sizes: Sequence[int]
     num_dispatched: int = 0
     pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     error: str = ""
@@ -40,25 +43,29 @@ class BackloggedLoad:
     @property
     def num_left(self) -> int:
         """Blocks left to dispatch."""
-        return self.job.num_blocks - self.num_dispatched
+        return self._num_blocks - self.num_dispatched
+
+    @property
+    def _num_blocks(self) -> int:
+        return sum(len(part.block_ids) * size for part, size in zip(self.job.parts, self.sizes, strict=True))
 
     def parts_left(self) -> tuple[CopyPart, ...]:
         """The parts of the job, without the dispatched blocks."""
-        return _cut(self.job.parts, self.num_dispatched, self.job.num_blocks)
+        return _cut(self.job.parts, self.sizes, self.num_dispatched, self._num_blocks)
 
     def places_left(self) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int32]]]]:
         """Per part, the layer group and the places in the host tier of the blocks left."""
         first = self.num_dispatched
-        for part, places in zip(self.job.parts, self.host_block_ids, strict=True):
-            yield part.group_id, places[max(0, first) :]
-            first -= len(places)
+        for part, places, size in zip(self.job.parts, self.host_block_ids, self.sizes, strict=True):
+            yield part.group_id, places[max(0, first) // size :]
+            first -= len(places) * size
 
     def cut(self, num_blocks: int, *, step_id: int) -> CopyJob:
         """Takes the next blocks, as a smaller job with the same id."""
         first, end = self.num_dispatched, self.num_dispatched + num_blocks
         self.num_dispatched = end
         self.pieces.append((step_id, num_blocks))
-        return dataclasses.replace(self.job, parts=_cut(self.job.parts, first, end))
+        return dataclasses.replace(self.job, parts=_cut(self.job.parts, self.sizes, first, end))
 
 
 @final
@@ -67,10 +74,13 @@ class LoadBacklog:
 
     Args:
       max_blocks_per_step: limit for loads that are not staged; 0 for none.
+      sizes: by layer group, how many blocks each of its blocks counts as in loads that are not staged; 1 for groups
+        that it does not have.
     """
 
-    def __init__(self, *, max_blocks_per_step: int) -> None:
+    def __init__(self, *, max_blocks_per_step: int, sizes: Mapping[int, int] | None = None) -> None:
         self._max_blocks = max_blocks_per_step or sys.maxsize
+        self._sizes = sizes or {}
         self._loads: dict[int, BackloggedLoad] = {}
 
     def __len__(self) -> int:
@@ -124,12 +134,12 @@ class LoadBacklog:
         Returns:
           Jobs with the blocks to dispatch, each all or some of a load; and the ids of the loads that have none left.
         """
-        if not self._loads and room is None and sum(job.num_blocks for job in new) <= self._max_blocks:
+        if not self._loads and room is None and sum(map(self._num_blocks, new)) <= self._max_blocks:
             return list(new), [job.job_id for job in new]  # nearly always
         for job in new:
-            self._loads[job.job_id] = BackloggedLoad(
-                job, [np.array(part.host_block_ids, np.int32) for part in job.parts]
-            )
+            places = [np.array(part.host_block_ids, np.int32) for part in job.parts]
+            sizes = self._sizes_of(job) if room is None else [1] * len(job.parts)
+            self._loads[job.job_id] = BackloggedLoad(job, places, sizes)
         loads = list(self._loads.values())
         sizes = self._shares(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
         pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
@@ -137,6 +147,14 @@ class LoadBacklog:
         for job_id in done:
             del self._loads[job_id]
         return pieces, done
+
+    def _sizes_of(self, job: CopyJob) -> list[int]:
+        return [self._sizes.get(part.group_id, 1) for part in job.parts]
+
+    def _num_blocks(self, job: CopyJob) -> int:
+        if not self._sizes:
+            return job.num_blocks
+        return sum(len(part.block_ids) * size for part, size in zip(job.parts, self._sizes_of(job), strict=True))
 
     def _shares(self, loads: Sequence[BackloggedLoad], urgent: Collection[int]) -> list[int]:
         """Blocks of each load to dispatch before the coming step, for loads that are not staged."""
@@ -165,14 +183,14 @@ def _staged_sizes(
     return sizes
 
 
-def _cut(parts: Sequence[CopyPart], first: int, end: int) -> tuple[CopyPart, ...]:
-    """Blocks `first` to `end` of these parts, one after another."""
+def _cut(parts: Sequence[CopyPart], sizes: Sequence[int], first: int, end: int) -> tuple[CopyPart, ...]:
+    """Those blocks of these parts, one after another, that end after `first` and not after `end`."""
     cut = []
-    for part in parts:
-        if first < len(part.block_ids) and end > 0:
-            which = slice(max(0, first), end)
+    for part, size in zip(parts, sizes, strict=True):
+        which = slice(max(0, first) // size, max(0, end) // size)
+        if part.block_ids[which]:
             cut.append(
                 dataclasses.replace(part, block_ids=part.block_ids[which], host_block_ids=part.host_block_ids[which])
             )
-        first, end = first - len(part.block_ids), end - len(part.block_ids)
+        first, end = first - len(part.block_ids) * size, end - len(part.block_ids) * size
     return tuple(cut)

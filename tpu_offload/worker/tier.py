@@ -6,7 +6,7 @@ copies of each page group are in `worker.group_copies`.
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -76,10 +76,13 @@ class TierCopies:
         self._wrap_copier = wrap_copier
         chunks, states = pools
         self.segment_chunks = chunks.segment_chunks
-        self._first_state_slot = config.host_chunks(layout)
         self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         staging_blocks = config.staging_blocks(layout)
-        self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout))
+        # A row of states counts as the blocks of attention that take as long.
+        rows = {}
+        if layout.state_group is not None:
+            rows[len(layout.groups) - 1] = max(1, layout.state_group.block_nbytes // layout.block_nbytes)
+        self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout), sizes=rows)
         self._step_id = -1  # rises with every `begin` and `resume`
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
@@ -226,13 +229,12 @@ class TierCopies:
         return sum(group.hbm_nbytes for group in self._groups)
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
-        """Ranges (first, end) of slots lost since the last call; those of states come after all of chunks."""
-        # What one page group has lost is useless in the others.
-        lost: set[tuple[int, int]] = set()
-        for group in self._groups:
-            before = self._first_state_slot if group.group_id == self._state_group_id else 0
-            lost.update((before + first, before + end) for first, end in group.memory.arena.take_lost())
-        return tuple(sorted(lost))
+        """Ranges (first, end) of slots of chunks lost since the last call."""
+        return _take_lost(group for group in self._groups if group.group_id != self._state_group_id)
+
+    def take_lost_states(self) -> tuple[tuple[int, int], ...]:
+        """Likewise, rows of states."""
+        return _take_lost(group for group in self._groups if group.group_id == self._state_group_id)
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""
@@ -483,6 +485,11 @@ class TierCopies:
         self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.moves.job_ids for flight in loads))
         if is_left:
             self._jobs.drop_ref([job_id])
+
+
+def _take_lost(groups: Iterable[GroupCopies]) -> tuple[tuple[int, int], ...]:
+    # What one page group has lost is useless in the others.
+    return tuple(sorted({lost for group in groups for lost in group.memory.arena.take_lost()}))
 
 
 def _choose_paths(

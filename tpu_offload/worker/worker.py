@@ -387,7 +387,7 @@ class OffloadWorker:
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
         # group may come before the job's result; until then the checks of jobs refuse its places.
-        lost = self._tier.take_lost() if self._tier else ()
+        lost = (self._tier.take_lost(), self._tier.take_lost_states()) if self._tier else ((), ())
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
         self._report = StepReport(
@@ -396,6 +396,7 @@ class OffloadWorker:
             num_host_chunks=ready[0],
             num_host_states=ready[1],
             lost_slots=(),
+            lost_states=(),
             num_swap_blocks=num_swap,
             lost_swap_blocks=(),
             oldest_job_id=oldest,
@@ -403,7 +404,9 @@ class OffloadWorker:
             num_cache_losses=gate.epoch.num_losses,
             setup=gate.setup,
         )
-        return dataclasses.replace(self._report, results=results, lost_slots=lost, lost_swap_blocks=lost_swap)
+        return dataclasses.replace(
+            self._report, results=results, lost_slots=lost[0], lost_states=lost[1], lost_swap_blocks=lost_swap
+        )
 
     def take_written_loads(self) -> tuple[int, ...]:
         """Loads whose last write into the caches was dispatched since the last call.

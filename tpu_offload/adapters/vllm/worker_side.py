@@ -267,7 +267,7 @@ class WorkerSide:
         if saves:
             results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in saves)
             self._collect()
-            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
+            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=(), lost_states=()))
 
     def _end_step(self, kv_caches: list[jax.Array]) -> list[jax.Array]:
         self.worker.end_step(self._plan, kv_caches)
@@ -307,8 +307,8 @@ class WorkerSide:
 
     def _collect(self, *, wait: bool = False) -> None:
         report = self._last_report = self.worker.poll(wait=wait)
-        status = report.num_host_chunks, report.num_cache_losses, report.setup
-        if report.results or report.lost_slots or status != self._last_status:
+        status = report.num_host_chunks, report.num_host_states, report.num_cache_losses, report.setup
+        if report.results or report.lost_slots or report.lost_states or status != self._last_status:
             self._last_status = status
             self._reports.append(report)
         for result in report.results:

@@ -124,6 +124,10 @@ class CheckpointTable:
           none is READY, is being saved.
         """
         table, is_pending = self._table, False
+        if end > first:  # nearly always the last one, and keys take time to make
+            checkpoint = self.get(keys[end - 1])
+            if checkpoint is not None and not checkpoint.num_pending:
+                return checkpoint, end, False
         while table and end > first:
             start = max(first, end - _SCANNED_AT_ONCE)
             if not table.keys().isdisjoint(keys[start:end]):

@@ -1,4 +1,4 @@
-"""A model with sliding windows beside full attention, with the host tier: the same tokens, and windows are loaded."""
+"""Models with sliding windows, and with states, beside full attention: with the host tier they say the same tokens."""
 
 import dataclasses
 import random
@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.helpers import (
     SMALL_ENGINE,
+    STATEFUL,
     WINDOWED,
     make_request,
     num_loaded,
@@ -33,10 +34,16 @@ def make_offload(**changes: Any) -> OffloadConfig:
     return OffloadConfig.create(**(settings | changes))
 
 
+@pytest.fixture(scope="module", params=[WINDOWED, STATEFUL], ids=["windows", "states"])
+def model(request):
+    """A model with three layer groups."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def plain():
+def plain(model):
     ample = dataclasses.replace(SMALL_ENGINE, num_blocks=800, enable_prefix_caching=False)
-    return {n: results(serve_rounds(Engine(WINDOWED, ample), rounds(max_tokens=n))) for n in (6, 30)}
+    return {n: results(serve_rounds(Engine(model, ample), rounds(max_tokens=n))) for n in (6, 30)}
 
 
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
@@ -52,8 +59,8 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("config", "max_tokens", "changes"), CASES.values(), ids=CASES)
-def test_tokens_are_the_same(plain, config, max_tokens, changes):
-    engine = Engine(WINDOWED, config, offload=make_offload(**changes))
+def test_tokens_are_the_same(model, plain, config, max_tokens, changes):
+    engine = Engine(model, config, offload=make_offload(**changes))
     engine.wait_for_host_memory()
     outputs = serve_rounds(engine, rounds(max_tokens=max_tokens))
     assert results(outputs) == plain[max_tokens]
@@ -68,14 +75,17 @@ def test_tokens_are_the_same(plain, config, max_tokens, changes):
 
 
 @pytest.mark.parametrize("group_id", range(3))
-def test_wrong_bytes_of_any_group_would_be_noticed(plain, group_id):
-    engine = Engine(WINDOWED, TIGHT, offload=make_offload())
+def test_wrong_bytes_of_any_group_would_be_noticed(model, plain, group_id):
+    engine = Engine(model, TIGHT, offload=make_offload())
     begin_step = engine._offload._worker.begin_step
 
     def damaging(plan, kv_caches, **kwargs):
         parts = [part for job in plan.of(JobKind.LOAD) for part in job.parts if part.group_id == group_id]
         block_ids = jnp.asarray([b for part in parts for b in part.block_ids], int)
-        return [cache.at[block_ids].set(1.0) for cache in begin_step(plan, kv_caches, **kwargs)]
+        kv_caches = begin_step(plan, kv_caches, **kwargs)
+        for i in engine._offload._layout.groups[group_id].layer_ids:
+            kv_caches[i] = kv_caches[i].at[block_ids].set(1.0)
+        return kv_caches
 
     engine._offload._worker.begin_step = damaging
     assert results(serve_rounds(engine, rounds())) != plain[6]
@@ -102,11 +112,11 @@ class FailingLoads:
         return copier
 
 
-def test_requests_whose_load_fails_are_computed(plain):
-    """A window has no blocks further back than the load would have ended, so the request starts anew."""
+def test_requests_whose_load_fails_are_computed(model, plain):
+    """A window has no blocks further back than the load would have ended, nor a state, so the request starts anew."""
     failing = FailingLoads()
     offload = make_offload(breaker_failures=1000, host_segment_gb=1)  # few dispatches a load
-    engine = Engine(WINDOWED, TIGHT, offload=offload, seams=Seams(failing.wrap))
+    engine = Engine(model, TIGHT, offload=offload, seams=Seams(failing.wrap))
     engine.wait_for_host_memory()
     outputs = serve_rounds(engine, rounds())
     assert results(outputs) == plain[6]
@@ -115,9 +125,11 @@ def test_requests_whose_load_fails_are_computed(plain):
     engine.close()
 
 
-def test_a_long_conversation_loads_what_was_computed():
-    """Each turn finds all of the one before it in the host tier; windows take little of that."""
-    engine = Engine(WINDOWED, dataclasses.replace(TIGHT, num_blocks=96), offload=make_offload(decode_save=True))
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_a_long_conversation_loads_what_was_computed(model, blocks_per_chunk):
+    """Each turn finds all of the one before it in the host tier; windows and states take little of that."""
+    offload = make_offload(decode_save=True, blocks_per_chunk=blocks_per_chunk)
+    engine = Engine(model, dataclasses.replace(TIGHT, num_blocks=96), offload=offload)
     engine.wait_for_host_memory()
     said: tuple[int, ...] = ()
     num_computed = []
@@ -128,12 +140,12 @@ def test_a_long_conversation_loads_what_was_computed():
         said += output.tokens
         serve(engine, [make_request(f"other {turn}", random_tokens(100 + turn, 110), max_tokens=1)])  # empties HBM
     assert num_computed[0] == 12
-    assert all(computed < 12 + 6 + 4 for computed in num_computed[1:])
+    assert all(computed < 12 + 6 + 4 * blocks_per_chunk for computed in num_computed[1:])
     stats = engine.offload_stats()
     assert stats.loaded_blocks - stats.loaded_tokens // 4 < np.sum(num_computed), "no more than the windows"
     engine.close()
 
 
-def test_fused_copies_are_refused():
+def test_fused_copies_are_refused(model):
     with pytest.raises(ConfigError, match="for 3 layer groups; fused copies support one"):
-        Engine(WINDOWED, TIGHT, offload=make_offload(save_path="fused"))
+        Engine(model, TIGHT, offload=make_offload(save_path="fused"))

@@ -1,0 +1,357 @@
+"""States of linear attention in the host tier: where they are saved, found, evicted and lost."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
+from tests.core.window_engine import NULL, WindowEngine, window_layout
+from tpu_offload import (
+    ConfigError,
+    CopyJob,
+    CopyPart,
+    LayerGroup,
+    LayerGroupKind,
+    LayoutError,
+    OffloadConfig,
+    OffloadScheduler,
+    PageGroup,
+    RequestError,
+)
+from tpu_offload.types import JobKind
+
+GB = 2**30
+LAYOUT = window_layout((), has_states=True)
+assert LAYOUT.state_group is not None
+ROW_NBYTES = LAYOUT.state_group.block_nbytes
+
+
+def state_engine(windows: tuple[int, ...] = (), *, num_host_states: int = 16, **settings: Any) -> WindowEngine:
+    workers = [FakeWorker(num_host_states=num_host_states)]
+    return WindowEngine(windows, num_rows=40, workers=workers, **settings)
+
+
+def state_parts(engine: WindowEngine, *kinds: JobKind) -> list[CopyPart]:
+    jobs = [job for plan in engine.plans for job in plan.of(*kinds)]
+    return [part for job in jobs for part in job.parts if part.group_id == engine.state_group]
+
+
+def test_a_prompt_leaves_one_state_at_its_last_block_boundary() -> None:
+    engine = state_engine()
+    assert engine.serve("a", tokens(42), at_a_time=8) == 0
+    saved = state_parts(engine, JobKind.SAVE)
+    assert [len(part.block_ids) for part in saved] == [1], "not one at each step's end"
+    assert engine.serve("b", tokens(42)) == 40
+    assert engine.serve("c", tokens(40)) == 0, "its last boundary is 36, where no state was saved"
+    assert engine.serve("d", tokens(40)) == 36
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_states, stats.num_host_states) == (2, 2, 16)
+    assert (stats.num_window_chunks, stats.num_resident_chunks) == (0, 10)
+
+
+def test_a_load_writes_the_row_before_its_end() -> None:
+    engine = state_engine()
+    engine.serve("a", tokens(42))
+    request = engine.add("b", tokens(60))
+    assert request is not None
+    assert request.num_computed == 40
+    engine.step()
+    (part,) = state_parts(engine, JobKind.LOAD)
+    assert part.block_ids == (request.tables[-1][9],)
+    assert part.host_block_ids == (0,), "rows have places of their own"
+
+
+def test_a_load_without_a_row_is_refused() -> None:
+    engine = state_engine()
+    engine.serve("a", tokens(42))
+    hashes: Any = []
+    engine.hasher.extend(hashes, tokens(42))
+    match = engine.scheduler.match("b", hashes, num_tokens=42, num_computed_tokens=0)
+    assert match.num_tokens == 40
+    tables = [list(range(1, 12)), [5] * 9 + [NULL] * 2]
+    with pytest.raises(RequestError, match="request b has no block in layer group 1 at 9; its load needs 9 to 9"):
+        engine.scheduler.admit("b", tables, num_loaded_tokens=40)
+    engine.scheduler.admit("b", [tables[0], [NULL] * 9 + [7, 8]], num_loaded_tokens=40)
+    engine.scheduler.check_invariants()
+
+
+def test_a_state_inside_a_block_is_never_saved() -> None:
+    engine = state_engine(decode_save=True)
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    engine.step({"a": 40})
+    engine.step({"a": 2})
+    assert request.tables[-1][10] != NULL, "the state after 42 tokens"
+    for token in range(5):  # 43 to 47: 44 is a boundary
+        assert engine.generate(request, token)
+        engine.step({"a": 1})
+    engine.settle()
+    rows = [part.block_ids for part in state_parts(engine, JobKind.SAVE)]
+    assert len(rows) == 2, "at 40 and 44"
+    assert engine.scheduler.stats().num_states == 2
+    turn = [*request.tokens, *tokens(10, start=500)]
+    engine.remove("a")
+    assert engine.serve("b", turn) == 44
+
+
+def test_the_state_of_generated_tokens_moves_with_them() -> None:
+    engine = state_engine(decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 16})
+    engine.step({"a": 2})
+    for token in range(30):
+        assert engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_states) == (2, 2), "at the end of the prompt, and of what was generated"
+
+
+def test_where_prompts_part_the_second_one_leaves_a_state() -> None:
+    engine = state_engine()
+    shared = tokens(40)
+    assert engine.serve("a", shared + tokens(20, start=1000)) == 0
+    # The engine ends a step there: it knows of the prefix as well, from its own cache.
+    assert engine.serve("b", shared + tokens(20, start=2000), stops=[40]) == 0
+    assert engine.serve("c", shared + tokens(20, start=3000)) == 40
+
+
+def test_what_the_engine_retains_is_saved() -> None:
+    engine = state_engine()
+    assert engine.serve("a", tokens(61), stops=[20, 36]) == 0
+    assert engine.scheduler.stats().num_states == 3, "those, and one at 60"
+    assert engine.serve("b", tokens(24)) == 20
+    assert engine.serve("c", tokens(45)) == 36
+
+
+def test_what_it_retains_inside_a_chunk_is_not() -> None:
+    engine = state_engine(blocks_per_chunk=2)
+    assert engine.serve("a", tokens(61), stops=[20, 40, 56]) == 0
+    assert engine.scheduler.stats().num_states == 2, "at 40 and 56"
+    assert engine.serve("b", tokens(45)) == 40
+
+
+def test_what_it_retains_inside_a_chunk_is_not_rounded() -> None:
+    engine = WindowEngine((5,), blocks_per_chunk=2)
+    engine.serve("a", tokens(61), stops=[20, 40])
+    assert engine.scheduler.stats().num_checkpoints == 2, "at 40 and 56"
+
+
+def test_the_least_recently_used_state_goes_first() -> None:
+    engine = state_engine(num_host_states=3)
+    prompts = {name: tokens(22, start=1000 * i) for i, name in enumerate("abcd")}
+    for name in "abc":
+        engine.serve(name, prompts[name])
+    assert engine.serve("a2", prompts["a"]) == 20
+    engine.serve("d", prompts["d"])
+    assert engine.serve("b2", prompts["b"]) == 0, "chunks without a state are of no use; computed, it is saved again"
+    assert engine.serve("d2", prompts["d"]) == 20
+    assert engine.serve("b3", prompts["b"]) == 20
+    stats = engine.scheduler.stats()
+    assert (stats.num_states, stats.num_evicted_checkpoints, stats.num_evicted_chunks) == (3, 2, 0)
+
+
+def test_a_state_that_a_load_reads_is_not_evicted() -> None:
+    engine = state_engine(num_host_states=1)
+    engine.serve("a", tokens(22))
+    request = engine.add("b", tokens(22))
+    assert request is not None
+    assert request.num_computed == 20
+    other = engine.add("c", tokens(22, start=500))
+    assert other is not None
+    engine.step({"c": 20})
+    assert engine.scheduler.stats().num_dropped_checkpoints == 1
+    engine.settle()
+    assert engine.check_bytes(request) > 0
+
+
+def test_without_room_in_the_staging_buffer_states_are_saved_all_the_same() -> None:
+    engine = state_engine(num_staging_blocks=10)
+    engine.serve("a", tokens(42))
+    (job,) = [job for plan in engine.plans for job in plan.of(JobKind.SAVE) if job.parts[0].group_id == 1]
+    assert job.num_staging_blocks == 0
+    assert engine.serve("b", tokens(42)) == 40
+
+
+def test_a_load_that_waits_for_the_staging_buffer_takes_no_room_for_its_state() -> None:
+    engine = state_engine(num_staging_blocks=10)
+    engine.serve("a", tokens(22))
+    for request_id in ("b", "c", "d"):
+        assert engine.add(request_id, tokens(22)) is not None
+    engine.settle()
+    loads = [job for plan in engine.plans for job in plan.of(JobKind.LOAD)]
+    assert [(job.num_blocks, job.num_staging_blocks) for job in loads] == [(6, 5)] * 3
+
+
+@pytest.mark.parametrize("how", ["fails", "is lost", "times out"])
+def test_a_state_without_its_bytes_is_not_found(how) -> None:
+    engine = state_engine(job_timeout_s=10.0)
+    (worker,) = engine.workers
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    engine.step({"a": 40})
+    saves: list[CopyJob] = [job for job, _ in worker.in_flight]
+    assert [job.parts[0].group_id for job in saves] == [0, 1]
+    chunks = worker.finish(1)
+    if how == "fails":
+        engine.apply(worker, chunks + worker.finish(1, fail=True))
+    elif how == "is lost":
+        engine.apply(worker, chunks + worker.finish(1))
+        assert engine.scheduler.stats().num_states == 1
+        worker.lose_states(0, 1)
+        engine.apply(worker, [])
+    else:
+        engine.apply(worker, chunks)
+        engine.clock.now_s += 11
+        engine.step()
+        assert engine.scheduler.stats().num_quarantined_chunks == 1
+        engine.apply(worker, worker.finish())
+        assert engine.scheduler.stats().num_quarantined_chunks == 0
+    engine.remove("a")
+    assert engine.serve("b", tokens(42)) == 0
+    assert engine.serve("c", tokens(42)) == 40, "saved again"
+
+
+def test_a_state_that_could_not_be_read_is_dropped() -> None:
+    engine = state_engine()
+    (worker,) = engine.workers
+    engine.serve("a", tokens(42))
+    for attempt in ("b", "c"):
+        assert engine.add(attempt, tokens(42)) is not None
+        engine.step()
+        engine.apply(worker, worker.finish(1, fail=True, failed_blocks=(10,)))
+        engine.remove(attempt)
+    assert engine.scheduler.stats().num_resident_chunks == 10, "its chunks are sound"
+    assert engine.serve("d", tokens(42)) == 0
+    assert engine.serve("e", tokens(42)) == 40
+
+
+def test_a_preempted_request_returns_to_its_last_state() -> None:
+    engine = state_engine(save_on="preemption")
+    request = engine.add("a", tokens(50))
+    assert request is not None
+    engine.step({"a": 24})
+    engine.remove("a", preempt=True)
+    engine.step()
+    engine.settle()
+    assert engine.serve("a", tokens(50)) == 24
+
+
+def test_one_preempted_inside_a_block_has_no_state_there() -> None:
+    engine = state_engine(save_on="preemption")
+    assert engine.add("a", tokens(50)) is not None
+    engine.step({"a": 26})
+    engine.remove("a", preempt=True)
+    engine.step()
+    engine.settle()
+    assert engine.scheduler.stats().num_dropped_checkpoints == 0, "there was nothing to save"
+    assert engine.serve("a", tokens(50)) == 0
+
+
+def test_windows_and_states_together() -> None:
+    engine = state_engine((9, 5))
+    assert engine.serve("a", tokens(42)) == 0
+    assert engine.serve("b", tokens(42)) == 40
+    load = next(job for plan in engine.plans for job in plan.of(JobKind.LOAD))
+    assert [(part.group_id, len(part.block_ids)) for part in load.parts] == [(0, 10), (1, 2), (2, 1), (3, 1)]
+
+
+def test_a_reset_frees_all_states() -> None:
+    engine = state_engine()
+    engine.serve("a", tokens(42))
+    engine.scheduler.reset()
+    assert engine.scheduler.stats().num_states == 0
+    assert engine.serve("b", tokens(42)) == 0
+    engine.scheduler.check_invariants()
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    engine = state_engine()
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    held = dataclasses.replace(engine.held(request), num_computed_tokens=40)
+    short = dataclasses.replace(held, block_tables=[held.block_tables[0], [NULL] * 9])
+    with pytest.raises(
+        RequestError, match="9 entries in the block table of layer group 1; expected one for each of 10"
+    ):
+        engine.scheduler.plan_step([short])
+
+
+@pytest.mark.parametrize("given", [7, "8", [4, -1], [4.5], [None], {4: 5}])
+def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
+    engine = state_engine()
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    held = dataclasses.replace(engine.held(request), num_computed_tokens=40, retained_tokens=given)
+    with pytest.raises(RequestError, match="the retained_tokens of request a are"):
+        engine.scheduler.plan_step([held])
+    engine.scheduler.check_invariants()
+
+
+# Sizes and layouts.
+
+
+def test_the_host_tier_is_shared_by_chunks_and_states() -> None:
+    chunk_nbytes = LAYOUT.block_nbytes_per_host
+    config = OffloadConfig.create(host_gb=1, blocks_per_chunk=2)
+    assert config.host_chunks(LAYOUT) == GB // 2 // (2 * chunk_nbytes)
+    assert config.host_states(LAYOUT) == GB // 2 // ROW_NBYTES
+    config = OffloadConfig.create(host_gb=1, state_share=0.25)
+    assert config.host_chunks(LAYOUT) == GB * 3 // 4 // chunk_nbytes
+    assert config.host_states(LAYOUT) == GB // 4 // ROW_NBYTES
+    config = OffloadConfig.create(num_cpu_chunks=100)
+    assert config.host_chunks(LAYOUT) == 50
+    assert config.host_states(LAYOUT) == 50 * chunk_nbytes // ROW_NBYTES
+    assert config.host_states(window_layout((9,))) == 0
+    assert config.host_chunks(window_layout((9,))) == 100
+
+
+def test_a_tier_too_small_for_a_state_is_refused() -> None:
+    pages = PageGroup((2,), (64, 128, 128), "float32")
+    layout = dataclasses.replace(LAYOUT, groups=(LAYOUT.groups[0], LayerGroup(LayerGroupKind.STATE, (pages,))))
+    with pytest.raises(ConfigError) as e:
+        OffloadScheduler(OffloadConfig.create(host_gb=0.004), layout)
+    assert str(e.value) == (
+        "0.5 of TPU_OFFLOAD_HOST_GB=0.004 is less than the state of one request of 4194304 bytes; set it "
+        "to at least 0.0078125, or to 0 to turn offloading off"
+    )
+    OffloadScheduler(OffloadConfig.create(host_gb=0.0078125), layout)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        lambda full, state: (state,),
+        lambda full, state: (state, full),
+        lambda full, state: (full, state, state),
+        lambda full, state: (full, dataclasses.replace(state, page_groups=full.page_groups)),
+    ],
+)
+def test_other_orders_of_groups_are_refused(groups) -> None:
+    layout = dataclasses.replace(LAYOUT, groups=groups(*LAYOUT.groups))
+    with pytest.raises(LayoutError, match="then one of states with its own: set TPU_OFFLOAD_HOST_GB=0"):
+        OffloadScheduler(OffloadConfig.create(), layout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"storage_tier": "tests.storage.memory:Memory", "num_storage_chunks": 8},
+            "TPU_OFFLOAD_STORAGE_TIER=.*: the model has sliding windows or states, which storage does not support",
+        ),
+        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON has eviction: the model has sliding windows or states"),
+    ],
+)
+def test_settings_that_do_not_support_states_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadScheduler(OffloadConfig.create(**settings), LAYOUT)
+
+
+def test_blocks_have_no_part_of_a_state() -> None:
+    plain = window_layout(())
+    assert LAYOUT.block_nbytes == plain.block_nbytes
+    assert LAYOUT.fingerprint() != plain.fingerprint()
+    assert LAYOUT.block_size == BLOCK_SIZE
