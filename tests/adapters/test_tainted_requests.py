@@ -64,6 +64,23 @@ def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async
     stack.check_end()
 
 
+def test_states_of_tainted_tokens_are_evicted_from_hbm():
+    """They have a pool of their own, in which the ids of other requests' blocks are those of other rows."""
+    stack = make_stack(num_blocks=40, num_rows=20, async_scheduling=True, decode_save=True)  # vLLM keeps every state
+    corrupt_tokens(stack, "a")
+    for i, name in enumerate("ab"):
+        stack.add(name, prompt(NUM_PROMPT, seed=5 + i), max_tokens=3 * BLOCK_SIZE)
+    stack.drain()
+    pool = stack.scheduler.kv_cache_manager.block_pool
+    known = {}
+    for name in "ab":
+        hashes = stack.requests[name].block_hashes
+        known[name] = [pool.mamba_pool.get_cached_block(block_hash, [0]) is not None for block_hash in hashes]
+    # The prompt, of two blocks, is computed in one step.
+    assert known == {"a": [False, True, False, False, False], "b": [False, True, True, True, True]}
+    stack.check_end()
+
+
 @modes
 def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_scheduling, num_workers):
     """It arrives while the other decodes, before a block of that is known to be wrong."""

@@ -8,6 +8,7 @@ import pytest
 from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
 from tests.core.window_engine import NULL, WindowEngine, window_layout
 from tpu_offload import (
+    BlockHash,
     ConfigError,
     CopyJob,
     CopyPart,
@@ -116,6 +117,24 @@ def test_where_prompts_part_the_second_one_leaves_a_state() -> None:
     # The engine ends a step there: it knows of the prefix as well, from its own cache.
     assert engine.serve("b", shared + tokens(20, start=2000), stops=[40]) == 0
     assert engine.serve("c", shared + tokens(20, start=3000)) == 40
+
+
+def test_a_match_says_where_a_state_is_missing() -> None:
+    """So that an engine whose own cache is empty can end a step there."""
+    engine = state_engine()
+    shared = tokens(40)
+    engine.serve("a", shared + tokens(20, start=1000))
+
+    def junction(name: str, given: list[int]) -> tuple[int, int]:
+        hashes: list[BlockHash] = []
+        engine.hasher.extend(hashes, given)
+        found = engine.scheduler.match(name, hashes, num_tokens=len(given), num_computed_tokens=0)
+        engine.scheduler.release(name)
+        return found.num_tokens, found.junction_tokens
+
+    assert junction("b", shared + tokens(20, start=2000)) == (0, 40)
+    assert junction("c", tokens(20, start=2000)) == (0, 0)
+    assert junction("d", shared + tokens(20, start=1000) + tokens(9)) == (60, 0)
 
 
 def test_what_the_engine_retains_is_saved() -> None:
