@@ -286,6 +286,7 @@ class WorkerSetup:
       staging_blocks: the staging budget; 0 if the host tier is off.
       max_load_blocks: most blocks loaded before one step, if loads are not staged; 0 for no limit.
       segment_chunks: chunks in a segment of the host pool; 0 if the host tier is off.
+      segment_states: likewise, rows in a segment of the host pool of states; 0 without states.
       save_path: name of the copy path of saves; empty if the host tier is off.
       load_path: likewise for loads.
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
@@ -306,6 +307,7 @@ class WorkerSetup:
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
     storage_chunks: int = 0
+    segment_states: int = 0
     rival: int = 0
 
 

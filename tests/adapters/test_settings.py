@@ -1,6 +1,7 @@
 """Configurations that are refused at start, and the messages."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 from types import SimpleNamespace
@@ -244,6 +245,15 @@ def test_blocks_of_another_size_are_refused():
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
+def test_hashes_of_parts_of_a_block_are_refused():
+    vllm_config = config()
+    vllm_config.cache_config.prefix_match_unit = vllm_config.cache_config.block_size
+    read_config(vllm_config, kv_cache_config(8))
+    vllm_config.cache_config.prefix_match_unit //= 2
+    with pytest.raises(ConfigError, match=r"prefix_match_unit=.*; unset --prefix-match-unit"):
+        read_config(vllm_config, kv_cache_config(8))
+
+
 def test_hosts_are_counted_under_ray_only(monkeypatch):
     from tpu_inference import envs
 
@@ -264,9 +274,9 @@ def check(usage, needed_gb, *, stages=True):
     check_hbm(
         usage,
         needed=int(needed_gb * GB),
+        staging_nbytes=int(needed_gb * GB) - (8 << 20) if stages else 0,
         block_nbytes=4 << 20,
         utilization=0.9,
-        stages=stages,
     )
 
 
@@ -291,6 +301,17 @@ def test_the_fullest_device_counts_and_the_message_names_values_that_work(order)
     assert "\n" not in text
     check([hbm(28), hbm(31 - 0.063 * 32)], 3.0)  # with 0.837
     check([hbm(28), hbm(31)], 0.988 + 12 / 1024)  # with that staging buffer, its block, and direct copies the other way
+
+
+def test_what_other_copies_take_is_no_staging_buffer():
+    """Direct copies of large rows of states beside staged ones of blocks."""
+    check = functools.partial(check_hbm, [hbm(31)], block_nbytes=4 << 20, utilization=0.9)
+    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_STAGING_BUFFER_GB to at most 0\.246"):
+        check(needed=2 * GB, staging_nbytes=2 * GB - int(0.75 * GB))
+    check(needed=int(0.246 * GB) + int(0.75 * GB), staging_nbytes=int(0.246 * GB))
+    with pytest.raises(ConfigError) as e:
+        check(needed=2 * GB, staging_nbytes=GB // 2)
+    assert "STAGING" not in str(e.value), "no size would do"
 
 
 def test_direct_copies_have_no_staging_buffer_to_make_smaller():

@@ -145,6 +145,22 @@ def test_what_the_engine_retains_is_saved() -> None:
     assert engine.serve("c", tokens(45)) == 36
 
 
+def test_what_it_retains_of_an_answer_stays() -> None:
+    engine = state_engine(decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 16})
+    engine.step({"a": 2})
+    request.retained = [28]
+    for token in range(30):
+        assert engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    assert engine.scheduler.stats().num_states == 3, "at the end of the prompt, at 28, and of what was generated"
+    engine.remove("a")
+    assert engine.serve("b", [*request.tokens[:32], *tokens(10, start=500)]) == 28
+
+
 def test_what_it_retains_inside_a_chunk_is_not() -> None:
     engine = state_engine(blocks_per_chunk=2)
     assert engine.serve("a", tokens(61), stops=[20, 40, 56]) == 0

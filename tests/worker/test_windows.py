@@ -185,9 +185,9 @@ def test_states_have_a_pool_of_their_own_and_are_copied_directly(path) -> None:
     of_attention, conv, recurrent = tier._groups
     layout = engine.layout
     assert layout.state_group is not None
-    # Half of 60 chunks each, in segments of 2,147 bytes: rows have 352 bytes, blocks 1,024.
-    assert (worker.worker.num_host_chunks, worker.worker.num_host_states) == (30, 30 * 1024 // 352)
-    assert [group.memory.spec.segment_blocks for group in tier._groups] == [2, 6, 6]
+    # Half of 60 chunks each, in segments of 2,147 bytes: rows have 352 bytes, blocks 1,024. No slot is left unused.
+    assert (worker.worker.num_host_chunks, worker.worker.num_host_states) == (30, 30 * 1024 // 352 // 15 * 15)
+    assert [group.memory.spec.segment_blocks for group in tier._groups] == [2, 5, 5]
     assert [group.memory.num_segments for group in tier._groups] == [15, 15, 15]
     assert [type(copier).__name__ for group in (conv, recurrent) for copier in group.copiers.values()] == [
         "DirectCopier"
@@ -209,7 +209,7 @@ def test_lost_memory_of_states_is_reported_as_such(number, monkeypatch) -> None:
         engine.serve(f"a{i}", tokens(6, start=100 * i))
     assert engine.scheduler.stats().num_states == 8
     group = worker.worker._tier._groups[number]
-    group.memory.check_segment(1, lost=True)  # rows 6 and 7 of 0 to 11
+    group.memory.check_segment(1, lost=True)  # rows 5 to 7, of 5 to 9
     report = worker.worker.poll()
     assert report.results == (), "it comes with the result of the copy that failed"
     job = CopyJob(job_id=10**6, kind=JobKind.LOAD, parts=(CopyPart(group_id=1, block_ids=(3,), host_block_ids=(7,)),))
@@ -218,11 +218,10 @@ def test_lost_memory_of_states_is_reported_as_such(number, monkeypatch) -> None:
     assert [result.error for result in report.results] == [
         "segment 1 of host_tier was lost, or never written: host block 7 is empty"
     ]
-    assert (report.lost_slots, report.lost_states) == ((), ((6, 12),))
+    assert (report.lost_slots, report.lost_states) == ((), ((5, 10),))
     engine.scheduler.apply(report)
-    for i in range(8):
-        found = engine.serve(f"b{i}", tokens(6, start=100 * i)) if i < 6 else 0
-        assert found == (4 if i < 6 else 0)
+    for i in range(5):
+        assert engine.serve(f"b{i}", tokens(6, start=100 * i)) == 4
     hashes: Any = []
     engine.hasher.extend(hashes, tokens(6, start=700))
     assert engine.scheduler.match("c", hashes, num_tokens=6, num_computed_tokens=0).num_tokens == 0
@@ -252,10 +251,41 @@ def test_a_row_takes_the_time_of_many_blocks() -> None:
         (0, []),
         (1, [3]),
     ]
-    pieces, done = backlog.take([state_load(1, 1)], step_id=1, room=None)
-    assert (blocks_and_rows(pieces), done) == ([(0, 0, 0), (1, 1, 0)], []), "5 of the 8 for the first"
+    pieces, done = backlog.take([state_load(1, 3)], step_id=1, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 0, 1), (1, 2, 0)], [0]), "the other gets what is left"
     pieces, done = backlog.take([], step_id=2, room=None)
-    assert (blocks_and_rows(pieces), done) == ([(0, 0, 1), (1, 0, 1)], [0, 1]), "3 and 4 were left"
+    assert (blocks_and_rows(pieces), done) == ([(1, 1, 1)], [1])
+
+
+def test_a_row_larger_than_a_step_is_copied_alone_once_its_load_is_the_oldest() -> None:
+    backlog = LoadBacklog(max_blocks_per_step=6, sizes={1: 8})
+    pieces, done = backlog.take([state_load(0, 2), state_load(1, 2)], step_id=0, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 2, 0), (1, 2, 0)], [])
+    pieces, done = backlog.take([], step_id=1, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 0, 1)], [0])
+    pieces, done = backlog.take([], step_id=2, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(1, 0, 1)], [1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_copies_no_more_than_it_may_but_for_the_oldest_row(seed) -> None:
+    rng = random.Random(seed)
+    most, row = rng.choice([5, 10, 33]), rng.choice([2, 8, 40])
+    backlog = LoadBacklog(max_blocks_per_step=most, sizes={1: row})
+    left = {job_id: rng.randint(1, 60) for job_id in range(20)}
+    copied: dict[int, list[int]] = {job_id: [0, 0] for job_id in left}
+    for step_id in range(1000):
+        new = [state_load(job_id, left.pop(job_id)) for job_id in list(left)[: rng.randint(0, 2)]]
+        pieces, _ = backlog.take(new, step_id=step_id, room=None)
+        counts = blocks_and_rows(pieces)
+        assert sum(blocks + rows * row for _, blocks, rows in counts) <= max(most, row)
+        for job_id, blocks, rows in counts:
+            copied[job_id][0] += blocks
+            copied[job_id][1] += rows
+        if not left and not backlog:
+            break
+    assert all(rows == 1 for _, rows in copied.values())
+    assert not backlog
 
 
 def test_a_load_with_a_row_that_fits_a_step_is_one_piece() -> None:
@@ -268,8 +298,11 @@ def test_a_load_with_a_row_that_fits_a_step_is_one_piece() -> None:
 
 def test_staged_loads_do_not_count_rows_so() -> None:
     backlog = LoadBacklog(max_blocks_per_step=0, sizes={1: 8})
-    pieces, done = backlog.take([state_load(0, 3)], step_id=0, room=lambda load: 4)
-    assert (blocks_and_rows(pieces), done) == ([(0, 3, 1)], [0])
+    pieces, done = backlog.take([state_load(0, 3)], step_id=0, room=lambda load: 2)
+    assert (blocks_and_rows(pieces), done) == ([(0, 2, 0)], [])
+    assert [places.tolist() for _, places in next(iter(backlog)).places_left()] == [[2], [3]]
+    pieces, done = backlog.take([], step_id=1, room=lambda load: 1)
+    assert (blocks_and_rows(pieces), done) == ([(0, 1, 1)], [0]), "the row is not staged"
 
 
 class RealLife(RandomLife):

@@ -63,8 +63,8 @@ class OffloadConfig(pydantic.BaseModel):
         None,
         ge=0,
         le=2**31 - 1,
-        description="Size of the host tier in chunks; 0 turns offloading off. The default is small: set "
-        "`TPU_OFFLOAD_HOST_GB` instead.",
+        description="Size of the host tier in chunks (with states, in the memory of as many); 0 turns offloading off. "
+        "The default is small: set `TPU_OFFLOAD_HOST_GB` instead.",
     )
     host_gb: float | None = Field(
         None,
@@ -492,13 +492,13 @@ class OffloadConfig(pydantic.BaseModel):
 
     def _too_small(self, what: str, nbytes: int, *, share: float) -> ConfigError:
         """The error of a host tier whose part of this share is smaller than `nbytes`."""
-        given, changed = f"{env_name('host_gb')}={self.host_gb}", "it"
+        given, changed = f"{env_name('host_gb')}={self.host_gb}", "set it"
         if self.host_gb is None:
             given = f"{env_name('num_cpu_chunks')}={self.num_cpu_chunks or DEFAULT_NUM_CPU_CHUNKS}"
-            changed = env_name("host_gb")
+            changed = f"{'set' if self.num_cpu_chunks is None else 'unset it and set'} {env_name('host_gb')}"
         part = "" if share == 1 else f"{share:g} of "
         return ConfigError(
-            f"{part}{given} is less than {what} of {nbytes} bytes; set {changed} to at least "
+            f"{part}{given} is less than {what} of {nbytes} bytes; {changed} to at least "
             f"{_round_up(nbytes / share / _GB)}, or to 0 to turn offloading off"
         )
 

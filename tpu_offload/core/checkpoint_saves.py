@@ -91,9 +91,8 @@ class CheckpointSaves:
         prompt_end = min(max(0, scheduled.num_prompt_tokens - 1), num_savable) // self._chunk_tokens
         retained = self._retained(request, scheduled)
         boundaries = {b for b in (prompt_end, request.junction_chunk, *retained) if first < b <= num_chunks}
-        if num_chunks > prompt_end:
-            boundaries.add(num_chunks)
-        tails = [self._read(request, scheduled, b, rolls=b > prompt_end) for b in sorted(boundaries)]
+        rolling = {num_chunks} - boundaries if num_chunks > prompt_end else set()
+        tails = [self._read(request, scheduled, b, rolls=b in rolling) for b in sorted(boundaries | rolling)]
         return [tail for tail in tails if tail is not None]
 
     def read_end(self, request: RequestState, held: ScheduledRequest, num_chunks: int) -> list[Tail]:

@@ -282,6 +282,7 @@ def _setup_error(setup: Any) -> str:
         setup.staging_blocks,
         setup.max_load_blocks,
         setup.segment_chunks,
+        setup.segment_states,
         setup.max_swap_blocks,
         setup.storage_chunks,
         setup.rival,

@@ -21,7 +21,10 @@ _SAME_ON_ALL_WORKERS = {
     "save_path": "TPU_OFFLOAD_SAVE_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
     "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
 }
-_SAME_IN_ONE_PROGRAM = {"segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier"}
+_SAME_IN_ONE_PROGRAM = {
+    "segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier",
+    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB, TPU_OFFLOAD_STATE_SHARE and the size of the host tier",
+}
 _SAME_AS_SCHEDULER = {
     "fingerprint": "the model and its KV caches, of which the scheduler's layout was made",
     "blocks_per_chunk": "TPU_OFFLOAD_BLOCKS_PER_CHUNK and the sizes that turn offloading on",

@@ -1,6 +1,13 @@
 """Host memory: how much may be used, and pinned segments of it."""
 
-from tpu_offload.memory.host_arena import HostArena, SegmentLimit, pinned_zeros, plan_segments, plan_shared_segments
+from tpu_offload.memory.host_arena import (
+    HostArena,
+    SegmentLimit,
+    pinned_zeros,
+    plan_segments,
+    plan_shared_segments,
+    plan_whole_segments,
+)
 from tpu_offload.memory.sizing import available_nbytes, cap_chunks, size_swap_pool, wanted_swap_blocks
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "pinned_zeros",
     "plan_segments",
     "plan_shared_segments",
+    "plan_whole_segments",
     "size_swap_pool",
     "wanted_swap_blocks",
 ]

@@ -65,14 +65,31 @@ def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int
     if num_fitting < num_chunks:
         num_segments = num_fitting // chunks_per_segment
     if num_chunks and not num_segments:
-        _logger.warning(
-            "host memory for %d chunks is less than one segment of %d chunks (%.3g GB), and hosts that share a model "
-            "must have equal segments: nothing is offloaded; set TPU_OFFLOAD_HOST_SEGMENT_GB to less than %.3g on "
-            "all of them",
-            num_fitting, chunks_per_segment,
-            chunks_per_segment * chunk_nbytes / _GB, num_fitting * chunk_nbytes / _GB,
-        )  # fmt: skip
+        _warn_of_less_than_a_segment(num_fitting, chunks_per_segment, chunk_nbytes=chunk_nbytes)
     return num_segments, chunks_per_segment
+
+
+def plan_whole_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
+    """Splits a pool of large chunks: as `plan_shared_segments`, but no segment has unused slots.
+
+    The pool has fewer chunks than configured, by less than there are segments, where the others would allocate more.
+    """
+    num_segments, _ = plan_segments(num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+    if not num_segments:
+        return 0, 1
+    chunks_per_segment = num_chunks // num_segments
+    num_segments = min(num_segments, num_fitting // chunks_per_segment)
+    if not num_segments:
+        _warn_of_less_than_a_segment(num_fitting, chunks_per_segment, chunk_nbytes=chunk_nbytes)
+    return num_segments, chunks_per_segment
+
+
+def _warn_of_less_than_a_segment(num_fitting: int, chunks_per_segment: int, *, chunk_nbytes: int) -> None:
+    _logger.warning(
+        "host memory for %d chunks is less than one segment of %d chunks (%.3g GB), and hosts that share a model must "
+        "have equal segments: nothing is offloaded; set TPU_OFFLOAD_HOST_SEGMENT_GB to less than %.3g on all of them",
+        num_fitting, chunks_per_segment, chunks_per_segment * chunk_nbytes / _GB, num_fitting * chunk_nbytes / _GB,
+    )  # fmt: skip
 
 
 def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:

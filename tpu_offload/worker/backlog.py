@@ -6,8 +6,10 @@ step. Of these the oldest load gets half, so that it ends; the others share the 
 small load does not wait for a large one; what they leave goes to the oldest. Urgent loads, which the coming step reads,
 are dispatched first and whole; the others get the rest of the limit, and at least a quarter of it.
 
-A row of states takes as long as many blocks and counts as that many; it goes with the piece that its last one falls
-into. The pieces depend on plans and counts only, so hosts that share one model choose the same ones.
+A row of states takes as long as many blocks and counts as that many. It is copied whole: where the rest of a step is
+too short for it, it waits for the next one, in which it is the first of the oldest load, whatever the limit. In staged
+loads rows count nothing, because they are not staged: a row goes with the last block. The pieces depend on plans and
+counts only, so hosts that share one model choose the same ones.
 """
 
 import dataclasses
@@ -57,8 +59,21 @@ class BackloggedLoad:
         """Per part, the layer group and the places in the host tier of the blocks left."""
         first = self.num_dispatched
         for part, places, size in zip(self.job.parts, self.host_block_ids, self.sizes, strict=True):
-            yield part.group_id, places[max(0, first) // size :]
+            yield part.group_id, places[_num_before(first, size) :]
             first -= len(places) * size
+
+    def fitting(self, room: int, *, at_least_one: bool = False) -> int:
+        """Blocks to take now: at most `room`, and no part of a row; with `at_least_one` a row that is next anyway."""
+        start, end, first = self.num_dispatched, self.num_dispatched + min(room, self.num_left), 0
+        for part, size in zip(self.job.parts, self.sizes, strict=True):
+            length = len(part.block_ids) * size
+            if size > 1 and first < end < first + length:
+                end = first + (end - first) // size * size
+                if end == start and at_least_one:
+                    end += size
+                break
+            first += length
+        return end - start
 
     def cut(self, num_blocks: int, *, step_id: int) -> CopyJob:
         """Takes the next blocks, as a smaller job with the same id."""
@@ -74,8 +89,7 @@ class LoadBacklog:
 
     Args:
       max_blocks_per_step: limit for loads that are not staged; 0 for none.
-      sizes: by layer group, how many blocks each of its blocks counts as in loads that are not staged; 1 for groups
-        that it does not have.
+      sizes: by layer group of states, how many blocks a row counts as in loads that are not staged.
     """
 
     def __init__(self, *, max_blocks_per_step: int, sizes: Mapping[int, int] | None = None) -> None:
@@ -138,7 +152,7 @@ class LoadBacklog:
             return list(new), [job.job_id for job in new]  # nearly always
         for job in new:
             places = [np.array(part.host_block_ids, np.int32) for part in job.parts]
-            sizes = self._sizes_of(job) if room is None else [1] * len(job.parts)
+            sizes = self._sizes_of(job, staged=room is not None)
             self._loads[job.job_id] = BackloggedLoad(job, places, sizes)
         loads = list(self._loads.values())
         sizes = self._shares(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
@@ -148,8 +162,8 @@ class LoadBacklog:
             del self._loads[job_id]
         return pieces, done
 
-    def _sizes_of(self, job: CopyJob) -> list[int]:
-        return [self._sizes.get(part.group_id, 1) for part in job.parts]
+    def _sizes_of(self, job: CopyJob, *, staged: bool = False) -> list[int]:
+        return [0 if staged and p.group_id in self._sizes else self._sizes.get(p.group_id, 1) for p in job.parts]
 
     def _num_blocks(self, job: CopyJob) -> int:
         if not self._sizes:
@@ -164,12 +178,12 @@ class LoadBacklog:
             return sizes
         left = max(self._max_blocks - sum(sizes), -(-self._max_blocks // 4))
         first = others[0]
-        sizes[first] = min(loads[first].num_left, -(-left // 2))
+        sizes[first] = loads[first].fitting(-(-left // 2), at_least_one=True)
         left -= sizes[first]
         for i in sorted(others[1:], key=lambda i: loads[i].num_left):
-            sizes[i] = min(loads[i].num_left, left)
+            sizes[i] = loads[i].fitting(max(0, left))
             left -= sizes[i]
-        sizes[first] += min(loads[first].num_left - sizes[first], left)
+        sizes[first] = max(sizes[first], loads[first].fitting(sizes[first] + max(0, left)))
         return sizes
 
 
@@ -183,11 +197,18 @@ def _staged_sizes(
     return sizes
 
 
+def _num_before(position: int, size: int, *, is_end: bool = False) -> int | None:
+    """Blocks of a part before a position in it; those of no size come with what is before them."""
+    if size:
+        return max(0, position) // size
+    return (None if position >= 0 else 0) if is_end else (0 if position < 0 else sys.maxsize)
+
+
 def _cut(parts: Sequence[CopyPart], sizes: Sequence[int], first: int, end: int) -> tuple[CopyPart, ...]:
     """Those blocks of these parts, one after another, that end after `first` and not after `end`."""
     cut = []
     for part, size in zip(parts, sizes, strict=True):
-        which = slice(max(0, first) // size, max(0, end) // size)
+        which = slice(_num_before(first, size), _num_before(end, size, is_end=True))
         if part.block_ids[which]:
             cut.append(
                 dataclasses.replace(part, block_ids=part.block_ids[which], host_block_ids=part.host_block_ids[which])

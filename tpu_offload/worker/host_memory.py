@@ -16,6 +16,7 @@ from tpu_offload.memory import (
     cap_chunks,
     plan_segments,
     plan_shared_segments,
+    plan_whole_segments,
     size_swap_pool,
     wanted_swap_blocks,
 )
@@ -59,13 +60,18 @@ def plan_host_pools(
       The pool of chunks, and that of states, which is empty without states. Both are if there is no memory for one.
     """
 
+    shared = not kv_caches[0].sharding.is_fully_addressable
+
     def plan(wanted: int, chunk_nbytes: int, *, available: int, what: str) -> PoolPlan:
-        fraction, segment_gb = config.host_memory_fraction, config.host_segment_gb
+        fraction = config.host_memory_fraction
         fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available, what=what)
-        if kv_caches[0].sharding.is_fully_addressable:
-            segments = plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+        sizes = {"chunk_nbytes": chunk_nbytes, "segment_gb": config.host_segment_gb}
+        if what == "states":  # a slot that is not used would be megabytes
+            segments = plan_whole_segments(wanted if shared else fitting, fitting, **sizes)
+        elif shared:
+            segments = plan_shared_segments(wanted, fitting, **sizes)
         else:
-            segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+            segments = plan_segments(fitting, **sizes)
         return PoolPlan(min(fitting, segments[0] * segments[1]), *segments, chunk_nbytes)
 
     states, share = PoolPlan(), 0.0

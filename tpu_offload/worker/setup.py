@@ -60,6 +60,7 @@ def describe_setup(
         staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
         max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
         segment_chunks=tier.segment_chunks if tier else 0,
+        segment_states=tier.segment_states if tier else 0,
         save_path=paths[Direction.SAVE],
         load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),

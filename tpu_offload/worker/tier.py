@@ -75,13 +75,13 @@ class TierCopies:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
         chunks, states = pools
-        self.segment_chunks = chunks.segment_chunks
+        self.segment_chunks, self.segment_states = chunks.segment_chunks, states.segment_chunks
         self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         staging_blocks = config.staging_blocks(layout)
         # A row of states counts as the blocks of attention that take as long.
         rows = {}
         if layout.state_group is not None:
-            rows[len(layout.groups) - 1] = max(1, layout.state_group.block_nbytes // layout.block_nbytes)
+            rows[len(layout.groups) - 1] = -(-layout.state_group.block_nbytes // layout.block_nbytes)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout), sizes=rows)
         self._step_id = -1  # rises with every `begin` and `resume`
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.

@@ -74,6 +74,13 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
     if state_groups(kv_cache_config):
         yield from _problems_of_states(vllm_config)
     yield from _problems_of_caches(kv_cache_config, block_size=vllm_config.cache_config.block_size)
+    caches = vllm_config.cache_config
+    unit = getattr(caches, "prefix_match_unit", None)
+    if unit not in (None, caches.block_size):
+        yield (
+            f"prefix_match_unit={unit} with blocks of {caches.block_size} tokens: the host tier names a block by the "
+            "hash of all of its tokens; unset --prefix-match-unit"
+        )
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and config.sync_load:
         yield (
@@ -232,7 +239,7 @@ def check_workers(num_workers: int, *, num_processes: int) -> None:
 
 
 def check_hbm(
-    usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, utilization: float, stages: bool
+    usage: Sequence[tuple[int, int]], *, needed: int, staging_nbytes: int, block_nbytes: int, utilization: float
 ) -> None:
     """Checks that every device has enough free HBM for copies.
 
@@ -241,9 +248,9 @@ def check_hbm(
     Args:
       usage: bytes used and total bytes of each device of this process, with weights and caches allocated.
       needed: bytes that copies need on each device.
+      staging_nbytes: those of them that the staging buffer takes; 0 if no copy path is staged.
       block_nbytes: bytes of one block on each device.
       utilization: `--gpu-memory-utilization`.
-      stages: whether a copy path is staged, so that a smaller staging buffer, or another path, would help.
     Raises:
       ConfigError: a device has too little free HBM.
     """
@@ -258,12 +265,13 @@ def check_hbm(
         return
     # One block more, because the remainder of the KV cache's share below a whole block differs at another size.
     lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
-    fitting = _rounded_down(max(0, free - 3 * block_nbytes) / _GB)
-    smaller = (
-        f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which needs two blocks"
-        if stages
-        else ""
-    )
+    smaller, others = "", needed - staging_nbytes
+    if staging_nbytes and others + block_nbytes <= free:
+        fitting = _rounded_down((free - others - block_nbytes) / _GB)
+        smaller = (
+            f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which has no such "
+            "buffer"
+        )
     raise ConfigError(
         f"tpu_offload: copies need {needed / _GB:.4g} GB of HBM on each device and {free / _GB:.4g} GB are free beside "
         f"weights and KV cache; set --gpu-memory-utilization to at most {_rounded_down(lower)} "

@@ -107,12 +107,15 @@ class WorkerSide:
         from tpu_inference import utils
 
         setup = worker.poll().setup
+        is_staged = setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path)
+        num_blocks = caches[layout.groups[0].layer_ids[0]].shape[0]
+        num_staged = min(config.staging_blocks(layout), num_blocks) if is_staged else 0
         check_hbm(
             utils.hbm_usage_bytes(runner.devices),
             needed=worker.hbm_nbytes,
+            staging_nbytes=num_staged * layout.block_nbytes_per_device,
             block_nbytes=layout.block_nbytes_per_device,
             utilization=vllm_config.cache_config.gpu_memory_utilization,
-            stages=setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path),
         )
         self._runner, self._worker = runner, worker
         self._tokens = RunnerTokens(

@@ -439,9 +439,11 @@ class ChunkIndex:
             return []
         if num_slots > len(free) and num_slots <= self._slots.num_usable // 2:
             self._make_room(num_slots, protected)
+        if num_slots > len(free):
+            return []
         while len(free_states) < num_states and self._checkpoints.evict_one(protected) is not None:
             pass
-        if num_slots > len(free) or num_states > len(free_states):
+        if num_states > len(free_states):
             return []
         return free.take(num_slots) + free_states.take(num_states)
 
