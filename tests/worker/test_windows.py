@@ -107,6 +107,7 @@ class RealWorker:
         config = OffloadConfig.create(**({"skip_jax_precompile": True} | settings))
         self.worker = OffloadWorker(config, layout, caches, available=2**30)
         self.worker.wait_until_allocated()
+        self.failed: list[JobResult] = []
 
     @property
     def hbm(self) -> Any:
@@ -131,7 +132,9 @@ class RealWorker:
         return []
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
-        return self.worker.poll(wait=True)
+        report = self.worker.poll(wait=True)
+        self.failed += [result for result in report.results if result.state is JobState.FAILED]
+        return report
 
 
 def real_engine(path: str, windows: tuple[int, ...] = (9, 5), *, num_rows: int = 0, **settings: Any) -> WindowEngine:
@@ -333,7 +336,8 @@ def test_random_run(seed, path) -> None:
     life = RealLife(seed, path)
     life.run(60)
     assert life.num_checked > 100
-    assert life.engine.scheduler.stats().num_failed_jobs == 0
+    worker: Any = life.engine.workers[0]
+    assert worker.failed == [], "a reset may fail loads in flight, but no copy fails"
 
 
 def test_the_random_runs_do_load() -> None:

@@ -65,13 +65,14 @@ def plan_host_pools(
     def plan(wanted: int, chunk_nbytes: int, *, available: int, what: str) -> PoolPlan:
         fraction = config.host_memory_fraction
         fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available, what=what)
-        sizes = {"chunk_nbytes": chunk_nbytes, "segment_gb": config.host_segment_gb}
+        gb = config.host_segment_gb
         if what == "states":  # a slot that is not used would be megabytes
-            segments = plan_whole_segments(wanted if shared else fitting, fitting, **sizes)
+            most = wanted if shared else fitting
+            segments = plan_whole_segments(most, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
         elif shared:
-            segments = plan_shared_segments(wanted, fitting, **sizes)
+            segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
         else:
-            segments = plan_segments(fitting, **sizes)
+            segments = plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
         return PoolPlan(min(fitting, segments[0] * segments[1]), *segments, chunk_nbytes)
 
     states, share = PoolPlan(), 0.0
