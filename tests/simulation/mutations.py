@@ -638,7 +638,7 @@ MUTATIONS = (
         "self._index.supersede_checkpoint(...)",
         "pass",
     ),
-    Mutation("the checkpoint of a prompt is superseded", "CheckpointSaves.read", "b > prompt_end", "b >= prompt_end"),
+    Mutation("the checkpoint of a prompt is superseded", "CheckpointSaves.read", "b in rolling", "True"),
     Mutation(
         "a checkpoint is superseded by one that is being saved", "CheckpointTable.supersede", "by.num_pending", "False"
     ),

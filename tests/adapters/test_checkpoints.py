@@ -1,0 +1,66 @@
+"""The connector with models of several KV cache groups: windows as in Gemma-3, states as in Qwen3.5."""
+
+from typing import Any
+
+import pytest
+
+from tests.adapters.llm_client import conversations, ours, tokens
+from tests.adapters.test_hybrid_models import FEW_BLOCKS, MANY_BLOCKS, NO_PREFIX_CACHE, answers, num_cached
+from tests.adapters.test_llm import assert_nothing_leaked
+
+pytestmark = pytest.mark.vllm
+
+ASYNC = {"async_scheduling": True}
+STAGED = {"save_path": "staged", "load_path": "staged"}
+DOCUMENT = tokens("document", 160)
+PROMPTS = [DOCUMENT + tokens(f"question {i}", 20 + i) for i in range(4)]
+EMPTY_HBM = [{"do": "drain"}, {"do": "reset_hbm"}]
+GENERATE = {"do": "generate", "prompts": PROMPTS}
+
+# The engine, beside few blocks; the connector; and statistics that must count something.
+SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "defaults": ({}, {"skip_jax_precompile": False}, ("num_checkpoints",)),
+    "staged": ({}, STAGED, ()),
+    "chunked prefill": ({"max_num_batched_tokens": 32}, {}, ()),
+    "async scheduling, answers saved": (ASYNC, {"decode_save": True}, ()),
+    "two blocks a chunk": ({}, {"blocks_per_chunk": 2}, ()),
+    "little host memory": ({}, {"num_cpu_chunks": 40}, ("num_evicted_checkpoints",)),
+    "two devices": ({"tensor_parallel_size": 2}, {}, ()),
+}
+ASYNC_BLOCKS = {"gemma3": 44, "qwen3.5": 28}  # a few more, and some requests are preempted all the same
+PIECES = {"gemma3": "num_window_chunks", "qwen3.5": "num_states"}
+
+
+@pytest.mark.parametrize("model", PIECES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_answers_equal_those_without_a_connector(process, plain, model, setup):
+    changes, settings, counted = SETUPS[setup]
+    engine = FEW_BLOCKS[model] | changes
+    if "async_scheduling" in changes:
+        engine = ASYNC | {"num_gpu_blocks_override": ASYNC_BLOCKS[model]}
+    steps = conversations(max_tokens=12)
+    devices = {"tensor_parallel_size": engine.get("tensor_parallel_size", 1)}  # whose sums differ
+    right = plain(steps, MANY_BLOCKS | NO_PREFIX_CACHE | devices, model)
+    alone = plain(steps, engine, model)
+    connector = ours(**{"num_cpu_chunks": 200} | settings)
+    outcome = process.run({"model": model, "engine": engine, "connector": connector, "steps": steps})
+    assert outcome["error"] is None
+    assert answers(outcome) == answers(right)
+    assert_nothing_leaked(outcome)
+    assert sum(num_cached(outcome)) > sum(num_cached(alone))
+    stats = outcome["end"]["stats"]
+    assert stats["loaded_tokens"] > 0
+    for name in (*counted, PIECES[model]):
+        assert stats[name] > 0, name
+
+
+@pytest.mark.parametrize("model", PIECES)
+def test_a_shared_document_is_loaded_by_the_third_request(process, plain, model):
+    """The first saves it. Of the second only the host tier knows where it parts, and it saves what is needed there."""
+    steps = [step for prompt in PROMPTS for step in ({"do": "generate", "prompts": [prompt]}, *EMPTY_HBM)]
+    right = plain([{"do": "generate", "prompts": [prompt]} for prompt in PROMPTS], MANY_BLOCKS, model)
+    outcome = process.run({"model": model, "engine": MANY_BLOCKS, "connector": ours(), "steps": steps})
+    assert outcome["error"] is None
+    assert answers(outcome) == answers(right)
+    assert num_cached(outcome) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
+    assert_nothing_leaked(outcome)
