@@ -343,6 +343,18 @@ def test_the_host_tier_is_shared_by_chunks_and_states() -> None:
     assert config.host_chunks(window_layout((9,))) == 100
 
 
+def test_a_tier_that_is_set_far_too_large_has_states_all_the_same() -> None:
+    """It is cut to the memory there is; states are numbered after all chunks that the settings allow."""
+    engine = state_engine(num_cpu_chunks=2**31 - 1, state_share=0.001)
+    assert engine.scheduler.stats().num_host_chunks == 64
+    assert engine.serve("a", tokens(42)) == 0
+    assert engine.serve("b", tokens(42)) == 40
+    engine = state_engine(num_cpu_chunks=None, host_gb=2**20)
+    assert engine.serve("a", tokens(42)) == 0
+    assert engine.serve("b", tokens(42)) == 40
+    engine.scheduler.check_invariants()
+
+
 def test_a_tier_too_small_for_a_state_is_refused() -> None:
     pages = PageGroup((2,), (64, 128, 128), "float32")
     layout = dataclasses.replace(LAYOUT, groups=(LAYOUT.groups[0], LayerGroup(LayerGroupKind.STATE, (pages,))))

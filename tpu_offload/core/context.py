@@ -44,7 +44,6 @@ class TierContext:
       backoff: chunks whose copies failed.
       counts: the counters that components increment.
       window_chunks: per window group, how many chunks cover its window.
-      has_states: whether the host tier has states.
     """
 
     config: OffloadConfig
@@ -61,7 +60,6 @@ class TierContext:
     backoff: ChunkBackoff
     counts: OffloadStats
     window_chunks: tuple[int, ...]
-    has_states: bool
 
     @classmethod
     def make(
@@ -119,7 +117,6 @@ class TierContext:
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             counts=counts,
             window_chunks=window_chunks,
-            has_states=has_states,
         )
 
     @property
@@ -141,6 +138,11 @@ class TierContext:
     def window_group_ids(self) -> range:
         """Those with a sliding window, whose chunks have slots of their own."""
         return range(self.num_full_groups, self.num_full_groups + len(self.window_chunks))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the host tier has states."""
+        return self.config.enabled and self.layout.state_group is not None
 
     @property
     def state_group_id(self) -> int | None:

@@ -74,13 +74,13 @@ def check_invariants(
     pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = storage.pending()
     loads: list[Job | WaitingLoad] = [*queue]
-    window_slots: set[int] = set()  # of window chunks that are being saved
+    piece_slots: set[int] = set()  # of pieces of checkpoints that are being saved
     num_late, late_slots = 0, storage.late_slots()
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction
         held[account] = held.get(account, 0) + job.wire.num_staging_blocks
         if job.saves_checkpoints:
-            window_slots.update(job.slots)
+            piece_slots.update(job.slots)
         elif job.direction is Direction.SAVE:
             pending += job.keys
         else:
@@ -101,10 +101,12 @@ def check_invariants(
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
     for checkpoint in (*(load.checkpoint for load in loads), *(promise.checkpoint for _, promise in promises)):
-        assert (checkpoint is None) == (not context.checkpoint_group_ids), "a load with windows has a checkpoint"
+        assert (checkpoint is None) == (not context.checkpoint_group_ids), (
+            "a load with windows or states has a checkpoint"
+        )
         if checkpoint is not None:
             holds[checkpoint] = holds.get(checkpoint, 0) + 1
-    index.check_checkpoints(holds=holds, pending=window_slots)
+    index.check_checkpoints(holds=holds, pending=piece_slots)
     assert sum(held.values()) + num_late == buffer.num_reserved
     assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
     index.check_holds(pins=pins, pending=set(pending), quarantined=late_slots)

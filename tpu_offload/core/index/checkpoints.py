@@ -113,7 +113,7 @@ class CheckpointTable:
         return self._num_states
 
     def occupied(self) -> set[int]:
-        """Those slots. O(their number)."""
+        """Slots that pieces take, of either kind. O(their number)."""
         return set(self._key_of)
 
     def find(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, bool]:
@@ -191,7 +191,8 @@ class CheckpointTable:
             return None
         self._num_states += num_states
         new = iter(free)
-        slots = array("i", [next(new) if slot is None else slot for slot in known])
+        # 64 bits: states come after as many slots of chunks as the settings allow, however few there is memory for.
+        slots = array("q", [next(new) if slot is None else slot for slot in known])
         checkpoint = self._table[key] = Checkpoint(key, slots, num_pieces)
         saved: list[NewPiece] = []
         if free:

@@ -435,7 +435,7 @@ class ChunkIndex:
         Never evicts for more than half of the slots of chunks: that would mostly be in vain.
         """
         free, free_states = self._slots.free, self._state_slots.free
-        if num_states > len(free_states) and num_states > self._state_slots.num_usable:
+        if num_states > self._state_slots.num_usable:
             return []
         if num_slots > len(free) and num_slots <= self._slots.num_usable // 2:
             self._make_room(num_slots, protected)
