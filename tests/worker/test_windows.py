@@ -26,6 +26,7 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.kernels import reference
+from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 from tpu_offload.worker.backlog import LoadBacklog
 
@@ -202,6 +203,35 @@ def test_states_have_a_pool_of_their_own_and_are_copied_directly(path) -> None:
     for i, prompt in enumerate(prompts):
         assert engine.serve(f"b{i}", prompt) == 4, "in every segment"
     assert engine.scheduler.stats().num_failed_jobs == 0
+
+
+@pytest.mark.parametrize("failing", ["chunks", "states"])
+def test_memory_that_one_pool_cannot_have_is_no_limit_of_the_other(failing, monkeypatch) -> None:
+    allocate, num_calls = host_arena.pinned_zeros, dict.fromkeys(["chunks", "states"], 0)
+
+    def short_of_memory(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        pool = "chunks" if struct.shape[2:] == PAGE_SHAPE else "states"
+        num_calls[pool] += 1
+        if pool == failing and num_calls[pool] > 4:
+            raise MemoryError
+        return allocate(struct)
+
+    monkeypatch.setattr(host_arena, "pinned_zeros", short_of_memory)
+    engine = real_engine("direct", (), num_rows=40, num_cpu_chunks=60, host_segment_gb=2e-6)
+    worker: Any = engine.workers[0]
+    report = worker.worker.poll()
+    whole = worker.worker.num_host_chunks, worker.worker.num_host_states
+    if failing == "chunks":
+        assert (report.num_host_chunks, report.num_host_states) == (8, whole[1])
+    else:  # two page groups, whose threads take turns
+        assert report.num_host_chunks == whole[0]
+        assert report.num_host_states <= 10
+
+
+def test_a_setup_without_states_has_no_segments_of_them() -> None:
+    worker: Any = real_engine("direct").workers[0]
+    setup = worker.worker.poll().setup
+    assert (setup.segment_chunks > 0, setup.segment_states) == (True, 0)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -75,7 +75,8 @@ class TierCopies:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
         chunks, states = pools
-        self.segment_chunks, self.segment_states = chunks.segment_chunks, states.segment_chunks
+        self.segment_chunks = chunks.segment_chunks
+        self.segment_states = states.segment_chunks if states.num_chunks else 0
         self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         staging_blocks = config.staging_blocks(layout)
         # A row of states counts as the blocks of attention that take as long.
@@ -112,7 +113,7 @@ class TierCopies:
         ]
         self.paths = _choose_paths(config, of_attention, num_groups=len(layout.groups), fused=fused)
         # One for each page group; those of a layer group copy the same blocks to the same places.
-        limit = SegmentLimit()
+        chunk_limit, state_limit = SegmentLimit(), SegmentLimit()
         self._groups = [
             self._make_group(
                 config,
@@ -120,7 +121,7 @@ class TierCopies:
                 layer_ids,
                 spec,
                 pool=states if group_id == self._state_group_id else chunks,
-                limit=limit,
+                limit=state_limit if group_id == self._state_group_id else chunk_limit,
             )
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
