@@ -120,6 +120,8 @@ class KVLayout:
         share its arrays, then one of states with arrays of its own; request swap supports any.
       num_shards: devices that a page is sharded over (1 if replicated or on one device).
       num_local_devices: devices of this process, each with its shard.
+      num_ranks: data-parallel ranks in this engine, which the block axis is split over. Each has blocks, block ids and
+        an `OffloadScheduler` of its own; one worker copies for all of them (see `RankPlans`).
       model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
       null_block: what block tables of groups with windows or states have where the request holds no block; None if they
         never have such entries.
@@ -131,9 +133,10 @@ class KVLayout:
     num_local_devices: int = 1
     model: str = ""
     null_block: int | None = None
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_shards", "num_local_devices"):
+        for name in ("block_size", "num_shards", "num_local_devices", "num_ranks"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if self.null_block is not None:
             object.__setattr__(self, "null_block", _integer("null_block", self.null_block))
@@ -143,8 +146,8 @@ class KVLayout:
             raise LayoutError(f"block_size must be at least 1, got {self.block_size}")
         if not self.groups:
             raise LayoutError("got no layer groups; expected at least one")
-        if self.num_shards < 1 or self.num_local_devices < 1:
-            raise LayoutError(f"{self.num_shards=} and {self.num_local_devices=} must be at least 1")
+        if min(self.num_shards, self.num_local_devices, self.num_ranks) < 1:
+            raise LayoutError(f"{self.num_shards=}, {self.num_local_devices=} and {self.num_ranks=} must be at least 1")
         for group in self.groups:
             if not isinstance(group, LayerGroup):
                 raise LayoutError(f"groups={one_line(self.groups)}; expected a sequence of LayerGroup")
@@ -168,7 +171,8 @@ class KVLayout:
         """Describes caches, one array per layer, or per layer of a group if the layer groups share them.
 
         Args:
-          kv_caches: arrays or shape structs `[num_blocks, *page_shape]` with a sharding.
+          kv_caches: arrays or shape structs `[num_blocks, *page_shape]` with a sharding. Where it splits the block axis,
+            each part is a data-parallel rank.
           block_size: tokens in a block.
           model: name or revision of the weights.
           windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full
@@ -180,8 +184,8 @@ class KVLayout:
             group, and have no place in `groups`.
           null_block: see the class.
         Raises:
-          LayoutError: no caches, groups that leave out an array, different shardings or numbers of blocks within a
-            group, or a sharded block axis.
+          LayoutError: no caches, groups that leave out an array, or different shardings or numbers of blocks within a
+            group.
         """
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
             raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
@@ -217,11 +221,11 @@ class KVLayout:
         ]
         if states:
             described.append(_describe_group(kv_caches, states, LayerGroupKind.STATE))
-        sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
+        sharded = {(num_ranks, num_shards, num_devices) for _, num_ranks, num_shards, num_devices in described}
         if len(sharded) != 1:
             raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")
-        _, num_shards, num_devices = described[0]
-        layer_groups = tuple(group for group, _, _ in described)
+        _, num_ranks, num_shards, num_devices = described[0]
+        layer_groups = tuple(group for group, *_ in described)
         return cls(
             block_size,
             layer_groups,
@@ -229,6 +233,7 @@ class KVLayout:
             num_local_devices=num_devices,
             model=model,
             null_block=null_block,
+            num_ranks=num_ranks,
         )
 
     def check_tier(self) -> None:
@@ -273,7 +278,7 @@ class KVLayout:
         return -(-(group.window - 1) // self.block_size)
 
     def group_nbytes_per_host(self, group: LayerGroup) -> int:
-        """Bytes of host memory that one block of a group takes in this process."""
+        """Bytes of host memory that one block of a group takes in this process, of each rank."""
         return group.block_nbytes // self.num_shards * self.num_local_devices
 
     @property
@@ -292,7 +297,7 @@ class KVLayout:
 
     @property
     def block_nbytes_per_host(self) -> int:
-        """Bytes of host memory that one block takes in this process: one shard per local device."""
+        """Bytes of host memory that one block takes in this process, of each rank: one shard per local device."""
         return self.block_nbytes_per_device * self.num_local_devices
 
     def fingerprint(self) -> bytes:
@@ -311,8 +316,8 @@ class KVLayout:
 
 def _describe_group(
     kv_caches: Sequence[Any], layer_ids: tuple[int, ...], kind: LayerGroupKind, *, window: int = 0
-) -> tuple[LayerGroup, int, int]:
-    """A group, the number of devices that a page of it is sharded over, and the number of devices of this process."""
+) -> tuple[LayerGroup, int, int, int]:
+    """A group, the number of ranks, of devices that a page of it is sharded over, and of devices of this process."""
     first = kv_caches[layer_ids[0]]
     is_state = kind is LayerGroupKind.STATE
     layers_of: dict[tuple[tuple[int, ...], str], list[int]] = {}
@@ -341,7 +346,8 @@ def _describe_group(
         page_groups=tuple(PageGroup(tuple(ids), shape, dtype) for (shape, dtype), ids in layers_of.items()),
         window=window,
     )
-    return group, shards.pop(), len(first.sharding.addressable_devices)
+    num_ranks = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
+    return group, num_ranks, shards.pop(), len(first.sharding.addressable_devices)
 
 
 def _read_groups(groups: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -358,12 +364,7 @@ def _read_groups(groups: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 def _num_shards(cache: Any) -> int:
     shard_shape: tuple[int, ...] = cache.sharding.shard_shape(cache.shape)
-    if shard_shape[0] != cache.shape[0]:
-        raise LayoutError(
-            f"the block axis of the KV cache is sharded ({cache.shape[0]} blocks, {shard_shape[0]} per device); "
-            "expected all blocks on every device: data-parallel caches are not supported"
-        )
-    return int(math.prod(cache.shape) // math.prod(shard_shape))
+    return int(math.prod(cache.shape[1:]) // math.prod(shard_shape[1:]))
 
 
 def _integer(name: str, value: Any) -> int:

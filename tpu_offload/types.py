@@ -123,6 +123,7 @@ class CopyJob:
         blocks is copied in pieces of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
       deleted_keys: chunks that storage deletes, before it writes any; only of a cascade.
+      rank: the data-parallel rank whose blocks they are, set by `RankPlans`; 0 with one rank.
     """
 
     job_id: int
@@ -132,6 +133,7 @@ class CopyJob:
     num_staging_blocks: int = 0
     chunks: tuple[tuple[ChunkKey, int], ...] = ()
     deleted_keys: tuple[ChunkKey, ...] = ()
+    rank: int = 0
 
     @property
     def direction(self) -> Direction:
@@ -156,7 +158,7 @@ class CopyJob:
         return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
 
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
-        """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long."""
+        """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
         storage = (self.chunks, self.deleted_keys) if self.kind.of_storage else ()
         return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)

@@ -323,7 +323,7 @@ def test_more_than_may_be_in_flight_fails():
 def test_a_slot_in_which_nothing_is_is_not_written():
     engine = StorageEngine()
     engine.fill([0])
-    engine.memory.lost[2:4] = True
+    engine.memory.lost[0, 2:4] = True
     cascade = engine.cascade((1, 0), (2, 1))
     engine.step(saves=[cascade])
     result = engine.done(cascade)
@@ -343,7 +343,7 @@ def test_a_promotion_makes_its_slot_readable():
     engine.step(loads=[promote])
     engine.expect_promoted(promote)
     assert engine.done(promote).state is FINISHED
-    assert engine.memory.lost.tolist() == [not 6 <= place < 8 for place in range(len(engine.memory.lost))]
+    assert engine.memory.lost[0].tolist() == [not 6 <= place < 8 for place in range(len(engine.memory.lost[0]))]
     load = engine.load([8, 9], [6, 7])
     engine.step(loads=[load])
     engine.expect_loaded(load)

@@ -48,6 +48,7 @@ class Case:
       tp: devices that an axis of the pages is split over.
       split_axis: that axis of the caches: 2 are the heads of attention, 1 those of a recurrent state.
       with_data_axis: whether the block axis names a mesh axis of size 1, as tpu-inference's caches do.
+      ranks: data-parallel ranks, each with `num_blocks` blocks on `tp` devices of its own.
       dtype: element type of the caches.
       page_shape: global shape of a page.
       num_layers, num_blocks: size of the caches.
@@ -83,6 +84,7 @@ class Case:
     donate: bool = True
     split_axis: int = 2
     with_data_axis: bool = False
+    ranks: int = 1
 
 
 def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
@@ -200,17 +202,17 @@ def describe(case: Case) -> tuple[Any, str, int]:
     from tpu_offload.kernels import TransferSpec
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
-    devices = topology.devices[: case.tp]
+    devices = topology.devices[: case.ranks * case.tp]
     mesh, blocks = Mesh(np.array(devices), ("model",)), None
-    if case.with_data_axis:
-        mesh, blocks = Mesh(np.array(devices).reshape(1, -1), ("data", "model")), "data"
+    if case.with_data_axis or case.ranks > 1:
+        mesh, blocks = Mesh(np.array(devices).reshape(case.ranks, -1), ("data", "model")), "data"
     unsplit = [None] * (case.split_axis - 1)
     sharding: Any = NamedSharding(mesh, PartitionSpec(blocks, *unsplit, "model"))
-    if case.tp == 1 and not case.with_data_axis and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
+    if case.tp == case.ranks == 1 and not case.with_data_axis and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
         sharding = SingleDeviceSharding(devices[0], memory_kind="device")
     if case.order:
         sharding = Format(Layout(tuple(case.order)), sharding)
-    struct = ShapeDtypeStruct((case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
+    struct = ShapeDtypeStruct((case.ranks * case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
     spec = TransferSpec.from_caches(
         [struct] * case.num_layers,
         segment_blocks=case.segment_blocks,

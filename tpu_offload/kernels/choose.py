@@ -39,6 +39,8 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
     spans_hosts = not spec.cache_sharding.is_fully_addressable
     offered = [CopyPath.DIRECT, CopyPath.STAGED, *([CopyPath.FUSED] if fused and not spans_hosts else [])]
     why_not = "the KV caches span hosts" if fused else "this engine does not run the fused copies in its step"
+    if spec.num_ranks > 1:
+        offered, why_not = [CopyPath.DIRECT], f"the KV caches are split over {spec.num_ranks} data-parallel ranks"
     wanted = {direction: config.path_for(direction) for direction in Direction}
     chosen = dict(wanted)
     if CopyPath.AUTO in wanted.values():

@@ -35,18 +35,22 @@ class BlockMoves:
       job_ids: the job of each block.
       block_ids: i32, block ids in the caches; validated.
       host_block_ids: i32, block positions in the segment; validated.
+      ranks: i32, the data-parallel rank of each block, whose caches and part of the segment the ids are in; None with
+        one rank.
     """
 
     job_ids: np.ndarray[Any, np.dtype[np.int64]]
     block_ids: Ids
     host_block_ids: Ids
+    ranks: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.job_ids)
 
     def take(self, which: Any) -> "BlockMoves":
         """The moves selected by a slice, a mask or a list of indices."""
-        return BlockMoves(self.job_ids[which], self.block_ids[which], self.host_block_ids[which])
+        ranks = None if self.ranks is None else self.ranks[which]
+        return BlockMoves(self.job_ids[which], self.block_ids[which], self.host_block_ids[which], ranks)
 
     def jobs(self) -> list[int]:
         """Ids of the jobs in these moves, each once, in order of appearance."""
@@ -69,8 +73,8 @@ class Flight:
       segment_id: the segment.
       moves: what it copies.
       phase: see `Phase`.
-      waiting_on: the array whose readiness ends the phase. While COPYING it is the token, i32[], whose value is
-        `len(moves)` if everything was copied.
+      waiting_on: the array whose readiness ends the phase. While COPYING it is the token, i32[] or of each rank
+        i32[num_ranks], whose sum is `len(moves)` if everything was copied.
       host_staging: host staging array of the staged path, reused after the flight has ended.
       step_id: the plan that dispatched it.
       fused: whether the engine's own step copies it.

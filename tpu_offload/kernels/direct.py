@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any, final
 
 import jax
+import numpy as np
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
@@ -68,9 +69,15 @@ class DirectCopier(Copier):
             _ = self._save if direction is Direction.SAVE else self._load
 
     def split(self, moves: BlockMoves) -> list[BlockMoves]:
-        """See `Copier`; a job of more than 512 blocks is split."""
+        """See `Copier`; more than 512 blocks of a rank are split."""
         capacity = self._spec.capacity
-        return [moves.take(slice(start, start + capacity)) for start in range(0, len(moves), capacity)]
+        if moves.ranks is None or len(moves) <= capacity:
+            return [moves.take(slice(start, start + capacity)) for start in range(0, len(moves), capacity)]
+        piece_of = np.empty(len(moves), np.int32)
+        for rank in np.unique(moves.ranks):
+            own = np.flatnonzero(moves.ranks == rank)
+            piece_of[own] = np.arange(len(own)) // capacity
+        return [moves.take(piece_of == piece) for piece in range(piece_of.max() + 1)]
 
     def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         """See `Copier`."""
@@ -95,7 +102,10 @@ class DirectCopier(Copier):
         """See `Copier`; a direct flight holds no buffers."""
 
     def _packed(self, moves: BlockMoves) -> Ids:
-        return programs.pack_moves(moves.block_ids, moves.host_block_ids, capacity=self._spec.capacity)
+        spec, ids, places = self._spec, moves.block_ids, moves.host_block_ids
+        if moves.ranks is None:
+            return programs.pack_moves(ids, places, capacity=spec.capacity)
+        return programs.pack_rank_moves(moves.ranks, ids, places, num_ranks=spec.num_ranks, capacity=spec.capacity)
 
     def _flight(self, direction: Direction, segment_id: int, moves: BlockMoves, token: jax.Array) -> Flight:
         return Flight(direction, segment_id, moves, Phase.COPYING, fetch_early(token, self._spec))

@@ -27,10 +27,15 @@ donated to the next program as soon as that is dispatched, so they cannot be pol
 (`is_ready`). The loop counts it: jax forwards an unmodified argument to the output, so a forwarded count would be ready
 before the program has run.
 
+With data-parallel ranks one direct program copies for all of them: each device runs the loop over the blocks of its own
+rank, as many as that rank has, and reads and writes only its own part of caches and segment. So no block of one rank
+can reach a place of another, whatever the ids.
+
 Ids are not checked on the device, where XLA would clamp them. The caller checks them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.compute_on import compute_on
+from jax.sharding import NamedSharding
 
 from tpu_offload.kernels.pages import bitcast, read_block, write_block
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, LayerRange, TransferSpec
@@ -82,15 +88,17 @@ def direct_save(spec: TransferSpec) -> Program:
     Args of the program:
       segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
-      moves: i32[3, capacity] from `pack_moves`: blocks to read, positions in the segment to write, their number.
+      moves: i32[3, capacity] from `pack_moves`: blocks to read, positions in the segment to write, their number; with
+        ranks one each, i32[num_ranks, 3, capacity].
     """
 
-    def save(segment: Any, kv_caches: Any, moves: Any) -> Any:
+    def save(spec: TransferSpec, segment: Any, kv_caches: Any, moves: Any) -> Any:
         caches = cpu_carrier(kv_caches, spec)
         return _caches_to_pool(segment, caches, *_unpack(moves), spec, copies=spec.copies, space=Space.Host)
 
     args = (spec.segment_structs(), spec.cache_structs(), spec.moves_struct(spec.capacity))
-    return _program("direct_save", save, args, spec, donate=0, out=_segment_sharding(spec))
+    out = _segment_sharding(spec)
+    return _program("direct_save", _by_rank(save, args, out, spec), args, spec, donate=0, out=out)
 
 
 def direct_load(spec: TransferSpec) -> Program:
@@ -99,14 +107,16 @@ def direct_load(spec: TransferSpec) -> Program:
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
       segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
-      moves: i32[3, capacity] from `pack_moves`: blocks to write, positions in the segment to read, their number.
+      moves: i32[3, capacity] from `pack_moves`: blocks to write, positions in the segment to read, their number; with
+        ranks one each, i32[num_ranks, 3, capacity].
     """
 
-    def load(kv_caches: Any, segment: Any, moves: Any) -> Any:
+    def load(spec: TransferSpec, kv_caches: Any, segment: Any, moves: Any) -> Any:
         return _pool_to_caches(kv_caches, segment, *_unpack(moves), spec, copies=spec.copies)
 
     args = (spec.cache_structs(), spec.segment_structs(), spec.moves_struct(spec.capacity))
-    return _program("direct_load", load, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
+    by_rank = _by_rank(load, args, [spec.cache_sharding] * spec.num_layers, spec)
+    return _program("direct_load", by_rank, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
 
 
 def gather(spec: TransferSpec, bucket: int) -> Program:
@@ -244,8 +254,54 @@ def _program(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
 ) -> Program:
     """Jits `function`, which returns arrays with sharding `out`, and a token."""
-    jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), out_shardings=(out, spec.replicated))
+    jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), out_shardings=(out, spec.by_rank))
     return Program(name=name, function=jitted, args=args, platform=spec.platform)
+
+
+def _by_rank(copy: Callable[..., Any], args: Any, out: Any, spec: TransferSpec) -> Callable[..., Any]:
+    """A direct copy for all ranks: on each device with the moves of its rank and its own part of all arrays.
+
+    Args:
+      copy: takes a spec and the arguments, the moves last; returns arrays and a token.
+      args: shape structs of the arguments.
+      out: shardings of the arrays.
+      spec: what is copied.
+    """
+    if spec.num_ranks == 1:
+        return functools.partial(copy, spec)
+    mesh: Any = spec.by_rank
+
+    def copy_of_rank(*args: Any) -> Any:
+        *arrays, moves = args
+        copied, token = copy(spec.of_device, *arrays, moves[0])
+        return copied, token[None]
+
+    in_specs = jax.tree.map(_axes, args)
+    out_specs = jax.tree.map(_axes, (out, spec.by_rank))
+    return jax.shard_map(copy_of_rank, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _axes(of: Any) -> Any:
+    """The mesh axes that an array, given by its shape struct or its sharding, is split over."""
+    return of.spec if isinstance(of, NamedSharding) else of.sharding.spec
+
+
+def pack_rank_moves(ranks: Ids, block_ids: Ids, rows: Ids, *, num_ranks: int, capacity: int) -> Ids:
+    """As `pack_moves`, for all ranks.
+
+    Args:
+      ranks: i32[n], the rank of each block.
+      block_ids: i32[n], blocks of the caches of that rank.
+      rows: i32[n], positions in its part of a segment.
+      num_ranks: number of ranks.
+      capacity: of the program, for each rank.
+    Returns:
+      i32[num_ranks, 3, capacity].
+    """
+    moves = [
+        pack_moves(block_ids[ranks == rank], rows[ranks == rank], capacity=capacity) for rank in range(num_ranks)
+    ]
+    return np.stack(moves)
 
 
 def pack_moves(block_ids: Ids, rows: Ids, *, capacity: int) -> Ids:

@@ -35,20 +35,24 @@ class TransferSpec:
     `carrier[n, num_layers, *pool_page]`. All are sharded like the pages: each device copies its own shard, and no
     program communicates.
 
+    With data-parallel ranks, axis 0 of caches and stripes is split over the ranks. Ids, positions and numbers of blocks
+    are those of one rank. Only the direct programs support several ranks, see `programs`.
+
     Why stripes: writes into one array are serialized, so the TPU compiler waits for each DMA before it starts the next.
     DMAs into different arrays are in flight together.
 
     Attributes:
       num_layers: number of caches.
-      num_blocks: blocks in each cache.
+      num_blocks: blocks in each cache, of one rank.
       page_shape: global shape of one layer's slice of a block.
       dtype: element type of the caches.
-      cache_sharding: sharding of each cache; axis 0 is not sharded.
+      cache_sharding: sharding of each cache; axis 0 is split over the ranks, if there are several.
       cache_layout: layout of each cache in device memory; None if row-major, the default off TPU.
-      segment_blocks: blocks that fit into one segment of the host pool.
-      capacity: most blocks that one dispatch copies; for staged and fused copies the staging budget.
+      segment_blocks: blocks of each rank that fit into one segment of the host pool.
+      capacity: most blocks of each rank that one dispatch copies; for staged and fused copies the staging budget.
       stripes: the layers in each stripe of a segment.
       in_turn: whether a block's pages are written one after another, which takes less HBM where blocks share tiles.
+      num_ranks: data-parallel ranks that axis 0 of the caches is split over.
     """
 
     num_layers: int
@@ -61,6 +65,7 @@ class TransferSpec:
     capacity: int
     stripes: tuple[LayerRange, ...]
     in_turn: bool = False
+    num_ranks: int = 1
 
     @classmethod
     def from_caches(
@@ -91,9 +96,10 @@ class TransferSpec:
                     f"KV cache {i} has the layout {layout_of(cache)} in device memory, cache 0 {layout}; expected one "
                     "in a page group: make all of them with the same jax.experimental.layout.Format"
                 )
+        blocks_of_rank = sharding.shard_shape(tuple(first.shape))[0]
         spec = cls(
             num_layers=len(kv_caches),
-            num_blocks=first.shape[0],
+            num_blocks=blocks_of_rank,
             page_shape=tuple(first.shape[1:]),
             dtype=np.dtype(first.dtype),
             cache_sharding=sharding,
@@ -101,6 +107,7 @@ class TransferSpec:
             segment_blocks=segment_blocks,
             capacity=capacity,
             stripes=((0, len(kv_caches)),),
+            num_ranks=first.shape[0] // blocks_of_rank,
         )
         if num_stripes is None:
             most = _MAX_STRIPES if spec.platform == "tpu" else 1
@@ -190,7 +197,16 @@ class TransferSpec:
     @property
     def _shard_page(self) -> tuple[int, ...]:
         """Shape of a page's shard on each device."""
-        return tuple(self.cache_sharding.shard_shape((self.num_blocks, *self.page_shape))[1:])
+        return tuple(self.cache_sharding.shard_shape((self.num_ranks * self.num_blocks, *self.page_shape))[1:])
+
+    @property
+    def of_device(self) -> "TransferSpec":
+        """What one device has, with data-parallel ranks: the blocks of its rank, and its shard of their pages."""
+        sharding = self.cache_sharding
+        device = min(sharding.device_set, key=lambda device: device.id)
+        return dataclasses.replace(
+            self, page_shape=self._shard_page, cache_sharding=SingleDeviceSharding(device), num_ranks=1
+        )
 
     @property
     def copies(self) -> tuple[tuple[LayerRange, ...], ...]:
@@ -223,7 +239,13 @@ class TransferSpec:
         mesh: Any = Mesh(np.array(list(sharding.device_set)), ("device",))
         if isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
-        return NamedSharding(mesh, PartitionSpec(None, None, *page_axes), memory_kind=memory_kind)
+        return NamedSharding(mesh, PartitionSpec(self._rank_axes, None, *page_axes), memory_kind=memory_kind)
+
+    @property
+    def _rank_axes(self) -> Any:
+        """The mesh axes that axis 0 is split over; None without ranks."""
+        sharding = self.cache_sharding
+        return sharding.spec[0] if self.num_ranks > 1 and isinstance(sharding, NamedSharding) else None
 
     @property
     def explicit(self) -> bool:
@@ -233,9 +255,17 @@ class TransferSpec:
 
     @property
     def replicated(self) -> Sharding:
-        """Sharding of ids, counts and tokens: replicated."""
+        """Sharding of ids and counts: replicated."""
         sharding = self.cache_sharding
         return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+    @property
+    def by_rank(self) -> Sharding:
+        """Sharding of moves and tokens: over the ranks on axis 0 if there are several, else replicated."""
+        sharding = self.cache_sharding
+        if self.num_ranks == 1 or not isinstance(sharding, NamedSharding):
+            return self.replicated
+        return NamedSharding(sharding.mesh, PartitionSpec(self._rank_axes))
 
     @property
     def cache_format(self) -> Any:
@@ -244,7 +274,7 @@ class TransferSpec:
 
     def cache_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The caches' shapes, one per layer."""
-        shape = (self.num_blocks, *self.page_shape)
+        shape = (self.num_ranks * self.num_blocks, *self.page_shape)
         return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_format)] * self.num_layers
 
     def staging_struct(self, num_blocks: int, num_layers: int) -> jax.ShapeDtypeStruct:
@@ -259,9 +289,9 @@ class TransferSpec:
 
     def segment_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of one segment of the host pool, one per stripe."""
-        sharding = self.pool_sharding(HOST_MEMORY_KIND)
+        sharding, num_rows = self.pool_sharding(HOST_MEMORY_KIND), self.num_ranks * self.segment_blocks
         return [
-            jax.ShapeDtypeStruct((self.segment_blocks, end - first, *self.pool_page), self.carrier, sharding=sharding)
+            jax.ShapeDtypeStruct((num_rows, end - first, *self.pool_page), self.carrier, sharding=sharding)
             for first, end in self.stripes
         ]
 
@@ -282,7 +312,8 @@ class TransferSpec:
 
     def moves_struct(self, length: int) -> jax.ShapeDtypeStruct:
         """The shape of what `programs.pack_moves` returns."""
-        return jax.ShapeDtypeStruct((3, length), jnp.int32, sharding=self.replicated)
+        shape = (3, length) if self.num_ranks == 1 else (self.num_ranks, 3, length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.by_rank)
 
 
 def _cut(num_layers: int, num_stripes: int) -> tuple[LayerRange, ...]:

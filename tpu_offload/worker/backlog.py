@@ -88,7 +88,7 @@ class LoadBacklog:
     """The loads of one worker that have blocks left to dispatch, oldest first.
 
     Args:
-      max_blocks_per_step: limit for loads that are not staged; 0 for none.
+      max_blocks_per_step: limit for loads of one rank that are not staged; 0 for none.
       sizes: by layer group of states, how many blocks a row counts as in loads that are not staged.
     """
 
@@ -155,7 +155,10 @@ class LoadBacklog:
             sizes = self._sizes_of(job, staged=room is not None)
             self._loads[job.job_id] = BackloggedLoad(job, places, sizes)
         loads = list(self._loads.values())
-        sizes = self._shares(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
+        if room is None:
+            sizes = self._shares_by_rank(loads, urgent)
+        else:
+            sizes = _staged_sizes(loads, room, staging_room)
         pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
         done = [load.job.job_id for load in loads if not load.num_left]
         for job_id in done:
@@ -169,6 +172,15 @@ class LoadBacklog:
         if not self._sizes:
             return job.num_blocks
         return sum(len(part.block_ids) * size for part, size in zip(job.parts, self._sizes_of(job), strict=True))
+
+    def _shares_by_rank(self, loads: Sequence[BackloggedLoad], urgent: Collection[int]) -> list[int]:
+        """As `_shares`; the limit is that of each rank, because the devices of one do not wait for another's."""
+        sizes = [0] * len(loads)
+        for rank in {load.job.rank for load in loads}:
+            own = [i for i, load in enumerate(loads) if load.job.rank == rank]
+            for i, size in zip(own, self._shares([loads[i] for i in own], urgent), strict=True):
+                sizes[i] = size
+        return sizes
 
     def _shares(self, loads: Sequence[BackloggedLoad], urgent: Collection[int]) -> list[int]:
         """Blocks of each load to dispatch before the coming step, for loads that are not staged."""

@@ -96,8 +96,8 @@ class GroupCopies:
         """The parts of a job in this store and layer group."""
         return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
 
-    def part_error(self, part: CopyPart, direction: Direction) -> str:
-        """Why a part cannot be copied, in one line; empty if it can."""
+    def part_error(self, part: CopyPart, direction: Direction, rank: int = 0) -> str:
+        """Why a part of a job of a rank cannot be copied, in one line; empty if it can."""
         if not part.block_ids:
             return ""
         for name, ids, limit in (
@@ -107,7 +107,7 @@ class GroupCopies:
             if min(ids) < 0 or max(ids) >= limit:
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1} in {self.store.value}"
         if direction is Direction.LOAD:
-            lost = [i for i in part.host_block_ids if self.memory.lost[i]]
+            lost = [i for i in part.host_block_ids if self.memory.lost[rank, i]]
             if lost:
                 segment_id = lost[0] // self.memory.spec.segment_blocks
                 return (
@@ -133,13 +133,21 @@ class GroupCopies:
             host_ids = np.array([b for _, part in parts for b in part.host_block_ids], np.int32)
         if not len(host_ids):
             return []
+        ranks = self._ranks_of(jobs)
         if self.memory.num_segments == 1:
-            return [(0, BlockMoves(job_ids, block_ids, host_ids))]
+            return [(0, BlockMoves(job_ids, block_ids, host_ids, ranks))]
         segment_ids, places = np.divmod(host_ids, np.int32(self.memory.spec.segment_blocks))
-        moves = BlockMoves(job_ids, block_ids, places)
+        moves = BlockMoves(job_ids, block_ids, places, ranks)
         if segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
             return [(int(segment_ids[0]), moves)]
         return [(int(i), moves.take(segment_ids == i)) for i in np.unique(segment_ids)]
+
+    def _ranks_of(self, jobs: Sequence[CopyJob]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """The rank of each block that these jobs copy in this store and layer group; None with one rank."""
+        if self.memory.spec.num_ranks == 1:
+            return None
+        sizes = [sum(len(part.block_ids) for part in self.parts_of(job)) for job in jobs]
+        return np.repeat(np.array([job.rank for job in jobs], np.int32), sizes)
 
     # Dispatch.
 
@@ -169,7 +177,7 @@ class GroupCopies:
         try:
             if direction is Direction.SAVE:
                 flight = copier.save(segment_id, piece, self._own(kv_caches))
-                self.memory.mark(segment_id, piece.host_block_ids, lost=False)
+                self.memory.mark(segment_id, piece.host_block_ids, lost=False, ranks=piece.ranks)
             else:
                 flight, written = copier.load(segment_id, piece, self._own(kv_caches))
                 self._put(kv_caches, written)

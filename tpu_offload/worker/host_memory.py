@@ -97,7 +97,9 @@ def plan_swap_pool(
     """
     # Groups that share arrays share their blocks: half of the pool's default size is the KV cache, counted once.
     arrays = [group.layer_ids for group in layout.groups]
-    num_hbm_blocks = [max(1, kv_caches[ids[0]].shape[0] // arrays.count(ids)) for ids in arrays]
+    num_hbm_blocks = [
+        max(1, kv_caches[ids[0]].shape[0] // layout.num_ranks // arrays.count(ids)) for ids in arrays
+    ]
     wanted_nbytes = None if config.swap_gb == "auto" else int(config.swap_gb * _GB)
     groups = [(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)]
     sizes = size_swap_pool(wanted_nbytes, groups=groups, fraction=config.swap_safety, available=available)
@@ -122,8 +124,9 @@ class HostMemory:
       arena: the segments.
       num_segments: number of segments.
       blocks_per_chunk: places that are allocated together.
-      lost: bool[places]; whether a place was never written, or its contents are lost. A plan that was made before the
-        loss was known, or for an earlier incarnation of this worker, would load zeros from it.
+      lost: bool[num_ranks, places]; whether a place of a data-parallel rank was never written, or its contents are
+        lost. A plan that was made before the loss was known, or for an earlier incarnation of this worker, would load
+        zeros from it.
     """
 
     spec: TransferSpec
@@ -149,7 +152,7 @@ class HostMemory:
             arena,
             num_segments,
             spec.segment_blocks // chunks_per_segment,
-            np.ones(num_segments * spec.segment_blocks, np.bool_),
+            np.ones((spec.num_ranks, num_segments * spec.segment_blocks), np.bool_),
         )
 
     @property
@@ -157,10 +160,11 @@ class HostMemory:
         """Places that are allocated; grows."""
         return self.arena.num_chunks_ready * self.blocks_per_chunk
 
-    def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
-        """Marks places of a segment as lost or as written."""
+    def mark(self, segment_id: int, places: Any, *, lost: bool, ranks: Any = None) -> None:
+        """Marks places of a segment as lost or as written; those of all ranks, or each of the rank that is given."""
         first = segment_id * self.spec.segment_blocks
-        self.lost[first : first + self.spec.segment_blocks][places] = lost
+        of_segment = self.lost[:, first : first + self.spec.segment_blocks]
+        of_segment[slice(None) if ranks is None else ranks, places] = lost
 
     def check_segment(self, segment_id: int, *, lost: bool) -> None:
         """After a failed copy, marks a segment as lost if it is, or if the failed program has taken it by donation."""
@@ -175,7 +179,7 @@ class HostMemory:
 
 def check_copied(flight: Flight) -> None:
     """Raises the error of a flight whose token is ready."""
-    num_copied = int(np.asarray(flight.waiting_on))
+    num_copied = int(np.sum(np.asarray(flight.waiting_on)))
     if num_copied != len(flight.moves):
         raise TransferError(f"the device copied {num_copied} of {len(flight.moves)} blocks")
 

@@ -31,6 +31,17 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
 
+def check_ranks(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any]) -> None:
+    """Raises ConfigError if there are data-parallel ranks and something that does not support them."""
+    if layout.num_ranks == 1:
+        return
+    what = f"the KV caches are split over {layout.num_ranks} data-parallel ranks"
+    if not kv_caches[0].sharding.is_fully_addressable:
+        raise ConfigError(f"{what} on several hosts; expected one host: run one engine on each host")
+    if config.storage_chunks:
+        raise ConfigError(f"{what}, which storage does not support; leave TPU_OFFLOAD_STORAGE_TIER empty")
+
+
 def check_count(name: str, value: Any) -> int:
     """The value as a Python integer; raises ConfigError unless it is one from 0 on."""
     count = as_count(value)

@@ -258,7 +258,7 @@ class StorageCopies:
         try:
             payload = []
             for memory, copier in zip(self._memories, self._copiers, strict=True):
-                if memory.lost[first : first + self._blocks_per_chunk].any():
+                if memory.lost[:, first : first + self._blocks_per_chunk].any():
                     raise TransferError(f"slot {slot} was lost, or never written")
                 payload.append(copier.read(*self._place(slot, memory)))
             item.payload = payload

@@ -77,7 +77,7 @@ class SwapCopies:
         ]
         for group_id, layer_ids, limit, num_blocks, (num_segments, segment_blocks) in page_groups:
             caches = [kv_caches[i] for i in layer_ids]
-            capacity = min(_MAX_BLOCKS, caches[0].shape[0])
+            capacity = min(_MAX_BLOCKS, caches[0].shape[0] // layout.num_ranks)
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
             memory = HostMemory.allocate(
                 spec,

@@ -6,6 +6,7 @@ copies of each page group are in `worker.group_copies`.
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
@@ -85,6 +86,7 @@ class TierCopies:
             rows[len(layout.groups) - 1] = -(-layout.state_group.block_nbytes // layout.block_nbytes)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout), sizes=rows)
         self._step_id = -1  # rises with every `begin` and `resume`
+        self._num_ranks = layout.num_ranks
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
         # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, whosever it is.
@@ -100,7 +102,7 @@ class TierCopies:
                 caches,
                 segment_blocks=states.segment_chunks if is_state else self.segment_chunks * config.blocks_per_chunk,
                 # No staged dispatch copies more blocks than the cache has, however large the budget.
-                capacity=min(staging_blocks, caches[0].shape[0]),
+                capacity=min(staging_blocks, caches[0].shape[0] // layout.num_ranks),
             )
             for caches, is_state in (
                 ([kv_caches[i] for i in layer_ids], group_id == self._state_group_id)
@@ -387,6 +389,8 @@ class TierCopies:
         error = job_error(job)
         if error:
             return error
+        if not 0 <= job.rank < self._num_ranks:
+            return f"a {job.kind.value} of rank {job.rank}; this worker has {self._num_ranks}"
         for part in job.parts:
             is_known = part.store is HostStore.HOST_TIER and 0 <= part.group_id < len(self._pool_of)
             groups = page_groups_of(self._groups, self._pool_of[part.group_id]) if is_known else []
@@ -396,7 +400,7 @@ class TierCopies:
                     f"{len(self._pool_of)} in {HostStore.HOST_TIER.value}"
                 )
             for group in groups:
-                error = group.part_error(part, job.direction)
+                error = group.part_error(part, job.direction, job.rank)
                 if error:
                     return error
         return ""
@@ -405,9 +409,9 @@ class TierCopies:
         return [(group, group.by_segment(jobs)) for group in self._groups] if jobs else []
 
     def _save(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
-        """Dispatches saves. No two jobs share a flight: a plan has several jobs only to isolate their failures."""
+        """Dispatches saves. No two of a rank share a flight: it plans several jobs only to isolate their failures."""
         accepted = self._accept(jobs)
-        batches = [batch for job in accepted for batch in self._by_group([job])]
+        batches = [batch for together in _one_of_each_rank(accepted) for batch in self._by_group(together)]
         self._dispatch([job.job_id for job in accepted], batches, Direction.SAVE, kv_caches)
 
     def _load(self, job_ids: Sequence[int], batches: Batches, kv_caches: Caches) -> None:
@@ -462,7 +466,7 @@ class TierCopies:
         """Fails loads whose host memory is lost, before other chunks are written there, which they would read."""
         for load in self._backlog:
             lost = (
-                group.memory.lost[places].any()
+                group.memory.lost[load.job.rank, places].any()
                 for group_id, places in load.places_left()
                 for group in page_groups_of(self._groups, group_id)
             )
@@ -486,6 +490,19 @@ class TierCopies:
         self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.moves.job_ids for flight in loads))
         if is_left:
             self._jobs.drop_ref([job_id])
+
+
+def _one_of_each_rank(jobs: Iterable[CopyJob]) -> list[list[CopyJob]]:
+    """Splits jobs so that no two of a rank are together: with one rank, one by one."""
+    together: list[list[CopyJob]] = []
+    num_jobs: Counter[int] = Counter()
+    for job in jobs:
+        place = num_jobs[job.rank]
+        num_jobs[job.rank] += 1
+        if place == len(together):
+            together.append([])
+        together[place].append(job)
+    return together
 
 
 def _take_lost(groups: Iterable[GroupCopies]) -> tuple[tuple[int, int], ...]:
