@@ -178,18 +178,20 @@ class SchedulerAlone:
         from vllm.v1.outputs import KVConnectorOutput
 
         from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind
-        from tpu_offload.adapters.vllm.messages import ReportMessage
+        from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
 
-        plan, layout = metadata.plan, None
+        (message,) = metadata.requests_meta
+        plan, layout = message.plan, None
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
         report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
-        message = ReportMessage((report,), layout) if report.results or self.is_new else None
+        is_empty = not (report.results or self.is_new)
+        reports = None if is_empty else ReportMessages({message.scheduler_id: ReportMessage((report,), layout)})
         self.is_new = False
         received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.variant != "ours-sync" else None
-        return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=message)
+        return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=reports)
 
 
 class Schedulers:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         StepReport,
         WorkerSetup,
     )
-    from tpu_offload.worker import OffloadWorker
+    from tpu_offload.worker import OffloadWorker, RankPlans
 else:  # hidden from type checkers: with `__getattr__` they would accept any name
 
     def __getattr__(name):
@@ -105,6 +105,7 @@ _MODULES = {
     "OffloadScheduler": "tpu_offload.core.scheduler",
     "OffloadStats": "tpu_offload.metrics",
     "OffloadWorker": "tpu_offload.worker",
+    "RankPlans": "tpu_offload.worker",
     "RequestError": "tpu_offload.errors",
     "RequestLimits": "tpu_offload.core.engine_api",
     "RequestSwap": "tpu_offload.core.swap",
@@ -163,6 +164,7 @@ __all__ = [
     "OffloadStats",
     "OffloadWorker",
     "PageGroup",
+    "RankPlans",
     "RequestError",
     "RequestLimits",
     "RequestSwap",

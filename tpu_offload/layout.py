@@ -171,8 +171,8 @@ class KVLayout:
         """Describes caches, one array per layer, or per layer of a group if the layer groups share them.
 
         Args:
-          kv_caches: arrays or shape structs `[num_blocks, *page_shape]` with a sharding. Where it splits the block axis,
-            each part is a data-parallel rank.
+          kv_caches: arrays or shape structs `[num_blocks, *page_shape]` with a sharding. Where it splits the
+            block axis, each part is a data-parallel rank.
           block_size: tokens in a block.
           model: name or revision of the weights.
           windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full

@@ -79,6 +79,7 @@ _QWEN3_5 = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
+    "qwen3, 4 heads": QWEN3 | {"num_attention_heads": 4},
     # Sliding windows and full attention: three KV cache groups of two layers each.
     "gemma3": _GEMMA3,
     "gemma3, half the window": _GEMMA3 | {"sliding_window": 32},
@@ -119,10 +120,13 @@ class EngineRun:
         self._conversations: dict[int, list[int]] = {}
         self._num_ids = 0
         self._batches: list[Any] = []
-        self._preempted = count_calls(self._scheduler, "_preempt_request")
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._fed_tokens = FedTokens(self._scheduler, self.runner)
+        self._watch()
         set_random_weights(self.runner)
+
+    def _watch(self) -> None:
+        self._preempted = count_calls(self._scheduler, "_preempt_request")
+        self._fed_tokens = FedTokens(self._scheduler, self.runner)
 
     @property
     def connector(self) -> Any:
@@ -251,30 +255,9 @@ class EngineRun:
 
     def state(self) -> dict[str, Any]:
         """The state of the engine and of the connector."""
-        pool = self._scheduler.kv_cache_manager.block_pool
-        rows = getattr(pool, "mamba_pool", None)
-        state = {
-            "num_free_rows": rows and rows.get_num_free_blocks(),
-            "num_rows": rows and rows.num_gpu_blocks,
-            "num_free_blocks": pool.get_num_free_blocks(),
-            "num_blocks": pool.num_gpu_blocks,
-            "num_requests": len(self._scheduler.requests),
-            "num_preemptions": len(self._preempted),
-            "wrong_tokens": self._fed_tokens.wrong(),
-        }
-        if self.connector is None:
-            return state
-        side = self.connector.scheduler_side
-        side.check_invariants()
-        stats = side._offload.stats()
-        return state | {
-            "stats": {name: getattr(stats, name) for name in stats.__slots__},
-            "num_active": len(side._active) + len(side._promised),
-            "has_jobs": side.has_jobs,
-            "has_flights": self.worker.has_flights,
-            "num_host_chunks": self.worker.num_host_chunks,
-            "num_page_groups": len(tier_groups(self.worker)),
-        }
+        state = state_of(self._scheduler)
+        state |= {"num_preemptions": len(self._preempted), "wrong_tokens": self._fed_tokens.wrong()}
+        return state | (state_of_worker(self.worker) if self.connector is not None else {})
 
     def kv_layout(self) -> dict[str, Any]:
         """KV cache groups as the scheduler has them, and the arrays of the worker."""
@@ -417,6 +400,39 @@ class EngineRun:
         return lines
 
 
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """The state of a scheduler and of its connector."""
+    pool = scheduler.kv_cache_manager.block_pool
+    rows = getattr(pool, "mamba_pool", None)
+    state = {
+        "num_free_rows": rows and rows.get_num_free_blocks(),
+        "num_rows": rows and rows.num_gpu_blocks,
+        "num_free_blocks": pool.get_num_free_blocks(),
+        "num_blocks": pool.num_gpu_blocks,
+        "num_requests": len(scheduler.requests),
+    }
+    if scheduler.connector is None:
+        return state
+    side = scheduler.connector.scheduler_side
+    side.check_invariants()
+    stats = side._offload.stats()
+    return state | {
+        "stats": {name: getattr(stats, name) for name in stats.__slots__},
+        "num_active": len(side._active) + len(side._promised),
+        "num_awaited": len(side._awaited),
+        "has_jobs": side.has_jobs,
+    }
+
+
+def state_of_worker(worker: Any) -> dict[str, Any]:
+    """The state of the library's worker."""
+    return {
+        "has_flights": worker.has_flights,
+        "num_host_chunks": worker.num_host_chunks,
+        "num_page_groups": len(tier_groups(worker)),
+    }
+
+
 def _sampling(settings: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
@@ -435,6 +451,13 @@ def _engine(spec: dict[str, Any], model: str) -> Any:
     if spec.get("connector") is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | spec["connector"])
     return LLM(model=model, **settings)
+
+
+def _run_class(llm: Any) -> type[EngineRun]:
+    from tests.adapters.rank_runs import RankedRun
+
+    has_ranks = hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "dp_size")
+    return RankedRun if has_ranks else EngineRun
 
 
 def _one_line(error: BaseException) -> str:
@@ -460,7 +483,7 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
             error = _one_line(e)
             _clean_up()
             return {"error": error, "log": log}
-        engine_run = EngineRun(llm, model)
+        engine_run = _run_class(llm)(llm, model)
         outcome: dict[str, Any] = {"error": None}
         outcome["steps"] = [
             getattr(engine_run, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in spec["steps"]
@@ -502,6 +525,9 @@ def main() -> None:
 
     cpu_shim.install()
     share_models()
+    from tests.adapters.rank_runs import install_probes
+
+    install_probes()
     with tempfile.TemporaryDirectory() as models:
         for name, config in MODELS.items():
             Path(models, name).mkdir()

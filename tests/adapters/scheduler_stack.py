@@ -33,7 +33,7 @@ from tests.adapters.hashed_model import BLOCK_SIZE, VOCABULARY, Prefix, Runner, 
 from tests.inside import tier_group
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
-from tpu_offload.adapters.vllm.messages import ReportMessage
+from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
 from tpu_offload.types import Direction
 
 GB = 2**30
@@ -67,7 +67,7 @@ class Stack:
         self.is_async = kwargs.get("async_scheduling", False)
         self.guess = guess
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda: num_workers)
+            patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda config: num_workers)
             if num_rows:  # as `install_hybrid_coordinator_hooks` does
                 patch.setattr("vllm.v1.core.sched.scheduler.KVCacheManager", TPUKVCacheManager)
                 make = tpu_get_kv_cache_coordinator
@@ -186,6 +186,11 @@ class Stack:
         request = self.add(request_id, prompt, **kwargs)
         self.drain()
         return request
+
+    def replace_reports(self, result: ModelRunnerOutput, message: ReportMessage | None) -> None:
+        """Has a worker report this in place of what it has reported."""
+        messages = message and ReportMessages({self.side._scheduler_id: message})
+        result.kv_connector_output.kv_connector_worker_meta = messages
 
     def check(self) -> None:
         self.side.check_invariants()
@@ -360,7 +365,12 @@ def _agent(connector):
 
 
 def reports_of(result: ModelRunnerOutput) -> ReportMessage | None:
-    return result.kv_connector_output.kv_connector_worker_meta
+    """The message of a worker to the scheduler side; None if it has nothing new."""
+    messages = result.kv_connector_output.kv_connector_worker_meta
+    if messages is None:
+        return None
+    (message,) = messages.of_schedulers.values()
+    return message
 
 
 def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:

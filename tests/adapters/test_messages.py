@@ -8,7 +8,7 @@ import pytest
 from tests.adapters.scheduler_stack import make_stack, save_prompt
 from tests.jobs import copy_job
 from tpu_offload import JobResult, JobState, KVLayout, LayerGroup, LayerGroupKind, StepPlan, StepReport
-from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
 from tpu_offload.types import JobKind
 
 pytestmark = pytest.mark.vllm
@@ -27,25 +27,31 @@ REPORTS = tuple(
 
 def test_plans_and_reports_survive_pickling():
     for message in (
-        PlanMessage(StepPlan(step_id=3), idle=True),
-        PlanMessage(
-            StepPlan(
-                step_id=4,
-                jobs=(LOAD, copy_job(8, JobKind.SAVE, (5,), (6,))),
-                cancelled_job_ids=(2,),
-            ),
-            idle=False,
+        PlanMessages([PlanMessage(StepPlan(step_id=3), idle=True)]),
+        PlanMessages(
+            [
+                PlanMessage(
+                    StepPlan(
+                        step_id=4,
+                        jobs=(LOAD, copy_job(8, JobKind.SAVE, (5,), (6,))),
+                        cancelled_job_ids=(2,),
+                    ),
+                    idle=False,
+                    scheduler_id="one",
+                )
+            ]
         ),
-        ReportMessage(REPORTS),
+        ReportMessages({"one": ReportMessage(REPORTS)}),
     ):
         assert pickle.loads(pickle.dumps(message)) == message
 
 
 def test_reports_add_up_in_any_order_and_keep_the_layout():
     layout = KVLayout(8, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
-    first, second = ReportMessage(REPORTS[:1], layout), ReportMessage(REPORTS[1:])
-    assert first.aggregate(second) == ReportMessage(REPORTS, layout)
-    assert second.aggregate(first) == ReportMessage(REPORTS[::-1], layout)
+    first = ReportMessages({"a": ReportMessage(REPORTS[:1], layout)})
+    second = ReportMessages({"a": ReportMessage(REPORTS[1:]), "b": ReportMessage(REPORTS)})
+    assert first.aggregate(second).of_schedulers == {"a": ReportMessage(REPORTS, layout), "b": ReportMessage(REPORTS)}
+    assert second.aggregate(first).of_schedulers["a"] == ReportMessage(REPORTS[::-1], layout)
 
 
 def test_statistics_survive_serialization_to_the_frontend():

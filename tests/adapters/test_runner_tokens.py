@@ -81,6 +81,10 @@ def test_tpu_inference_loses_the_token():
     assert outputs(runner) == {"a": [31, 41], "b": [31, 0]}
 
 
+def newly_tainted(tokens):
+    return {tainted.request_id: tainted.block_ids for tainted in tokens.take_newly_tainted()}
+
+
 @pytest.mark.parametrize("not_scheduled", [("b",), ("a", "b"), ()])
 def test_the_token_is_restored(caplog, not_scheduled):
     runner = make_runner(not_scheduled=not_scheduled)
@@ -90,7 +94,7 @@ def test_the_token_is_restored(caplog, not_scheduled):
         assert not caplog.records
         schedule(runner, *not_scheduled)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
-    assert (tokens.tainted, tokens.take_newly_tainted()) == (frozenset(), {})
+    assert (tokens.tainted, newly_tainted(tokens)) == (frozenset(), {})
     assert len(caplog.records) == bool(not_scheduled)
     tokens.close()
     assert "_modify_prev_results" not in vars(runner)
@@ -125,8 +129,8 @@ def test_a_request_whose_token_is_not_restored_is_tainted(caplog, restore, resul
         schedule(runner, "a", "b")
     assert runner.requests["b"].output_token_ids == [31, 0]
     assert tokens.tainted == {"b"}
-    assert tokens.take_newly_tainted() == {"b": (3,)}, "from its token 4 on"
-    assert tokens.take_newly_tainted() == {}
+    assert newly_tainted(tokens) == {"b": (3,)}, "from its token 4 on"
+    assert newly_tainted(tokens) == {}
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     tokens.finish({"b", "c"})
@@ -193,7 +197,7 @@ def test_a_resumed_request_continues_with_the_tokens_that_vllm_has(caplog, resto
         fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
         assert outputs(runner)["b"] == [31, 42][: num_tokens - 3] == fed[3:num_tokens].tolist()
     assert tokens.tainted == (set() if restore else {"b"})
-    assert tokens.take_newly_tainted() == ({} if restore else {"b": (2, 3) if num_tokens == 4 else (3,)})
+    assert newly_tainted(tokens) == ({} if restore else {"b": (2, 3) if num_tokens == 4 else (3,)})
     tokens.close()
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
@@ -247,7 +251,7 @@ def test_requests_that_sampled_nothing_or_have_ended_are_skipped():
 
 
 @pytest.mark.parametrize(
-    ("request_id", "first", "known", "newly_tainted"),
+    ("request_id", "first", "known", "expected"),
     [
         ("a", 3, (31,), {}),
         ("a", 1, (6, 7, 31), {}),
@@ -259,13 +263,13 @@ def test_requests_that_sampled_nothing_or_have_ended_are_skipped():
         ("a", 15, (0, 0), {"a": ()}),  # beyond the end of the runner's row
     ],
 )
-def test_compares_the_tokens_of_runner_and_vllm(request_id, first, known, newly_tainted):
+def test_compares_the_tokens_of_runner_and_vllm(request_id, first, known, expected):
     tokens = RunnerTokens(make_runner(), restore=True, block_size=2)
     tokens.compare(request_id, first, known)
-    assert tokens.take_newly_tainted() == newly_tainted
-    assert tokens.tainted == set(newly_tainted)
+    assert newly_tainted(tokens) == expected
+    assert tokens.tainted == set(expected)
     tokens.compare(request_id, first, (99,) * len(known))
-    assert tokens.take_newly_tainted() == ({} if newly_tainted else {request_id: (1, 2, 3)[first // 2 :]})
+    assert newly_tainted(tokens) == ({} if expected else {request_id: (1, 2, 3)[first // 2 :]})
 
 
 def test_a_request_is_tainted_if_the_runner_cannot_be_read():

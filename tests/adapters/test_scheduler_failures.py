@@ -11,6 +11,7 @@ from tests.adapters.scheduler_stack import (
     break_loads,
     make_stack,
     prompt,
+    reports_of,
     save_prompt,
 )
 from tests.inside import tier_group
@@ -153,10 +154,10 @@ def test_three_workers_that_report_in_any_order(order):
         """Delivers the reports of one worker per step, in this order, and holds back the others."""
         reporter = order[next(turn) % 3]
         for i, result in enumerate(results):
-            message = result.kv_connector_output.kv_connector_worker_meta
+            message = reports_of(result)
             held[i] += message.reports if message else ()
             reports, held[i] = (held[i], []) if i == reporter else ([], held[i])
-            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(reports)) if reports else None
+            stack.replace_reports(result, ReportMessage(tuple(reports)) if reports else None)
         return results
 
     stack.tamper = tamper
@@ -178,7 +179,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
     stack.offload._clock = lambda: now[0]
 
     def mute(results):
-        results[1].kv_connector_output.kv_connector_worker_meta = None
+        stack.replace_reports(results[1], None)
         return results
 
     stack.tamper = mute
@@ -203,9 +204,9 @@ def test_duplicate_reports_change_nothing():
 
     def twice(results):
         for result in results:
-            message = result.kv_connector_output.kv_connector_worker_meta
+            message = reports_of(result)
             if message:
-                result.kv_connector_output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
+                stack.replace_reports(result, ReportMessage(message.reports * 2))
         return results
 
     stack.tamper = twice

@@ -117,7 +117,10 @@ class Sharding:
         ({"parallel": {"pipeline_parallel_size": 2}}, "set --pipeline-parallel-size 1"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
-        ({"sharding_config": Sharding()}, "data parallel attention over 4 devices"),
+        (
+            {"sharding_config": Sharding(), "transfer": {"kv_connector_extra_config": {"sync_load": True}}},
+            "TPU_OFFLOAD_SYNC_LOAD=1 with 4 data-parallel ranks",
+        ),
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
     ],
 )
@@ -254,13 +257,28 @@ def test_hashes_of_parts_of_a_block_are_refused():
         read_config(vllm_config, kv_cache_config(8))
 
 
+def test_loads_of_data_parallel_ranks_are_asynchronous():
+    assert read_config(config(), kv_cache_config(8)).sync_load
+    assert not read_config(config(sharding_config=Sharding()), kv_cache_config(8)).sync_load
+
+
 def test_hosts_are_counted_under_ray_only(monkeypatch):
     from tpu_inference import envs
 
-    assert count_workers() == 1
+    assert count_workers(config()) == 1
     monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "carrier-pigeon", raising=False)
     with pytest.raises(ConfigError, match="expected ray"):
-        count_workers()
+        count_workers(config())
+
+
+def test_data_parallel_ranks_on_several_hosts_are_refused_and_their_forked_schedulers_do_not_ask_ray(monkeypatch):
+    from tpu_inference import envs
+
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
+    with_ranks = config(sharding_config=Sharding())
+    with pytest.raises(ConfigError, match="TPU_MULTIHOST_BACKEND=ray with 4 data-parallel ranks"):
+        read_config(with_ranks, kv_cache_config(8))
+    assert count_workers(with_ranks) == 1
 
 
 # HBM.

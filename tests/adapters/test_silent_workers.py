@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.request import RequestStatus
 
-from tests.adapters.scheduler_stack import SMALL, Stack, prompt
+from tests.adapters.scheduler_stack import SMALL, Stack, prompt, reports_of
 from tests.inside import tier_group
 from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.messages import ReportMessage
@@ -30,22 +30,22 @@ class FaultyRelay:
     """Loses, duplicates or delays the reports of one worker."""
 
     def __init__(self, stack: Stack, fate: str, worker: int = 1) -> None:
-        self.fate, self.worker, self.num_seen = fate, worker, 0
+        self.stack, self.fate, self.worker, self.num_seen = stack, fate, worker, 0
         self.held: list[Any] = []
         stack.tamper = self.tamper
 
     def tamper(self, results):
-        output = results[self.worker].kv_connector_output
-        message = output.kv_connector_worker_meta
+        result = results[self.worker]
+        message = reports_of(result)
         self.num_seen += message is not None
         if self.fate == "never" or (self.fate == "every second one" and message and self.num_seen % 2):
-            output.kv_connector_worker_meta = None
+            self.stack.replace_reports(result, None)
         elif self.fate == "duplicated" and message:
-            output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
+            self.stack.replace_reports(result, ReportMessage(message.reports * 2))
         elif self.fate in ("late", "too late"):
             self.held.append(message)
             due = self.held.pop(0) if len(self.held) > (3 if self.fate == "late" else 2 * TIMEOUT_S) else None
-            output.kv_connector_worker_meta = due
+            self.stack.replace_reports(result, due)
         return results
 
 

@@ -298,9 +298,7 @@ def pack_rank_moves(ranks: Ids, block_ids: Ids, rows: Ids, *, num_ranks: int, ca
     Returns:
       i32[num_ranks, 3, capacity].
     """
-    moves = [
-        pack_moves(block_ids[ranks == rank], rows[ranks == rank], capacity=capacity) for rank in range(num_ranks)
-    ]
+    moves = [pack_moves(block_ids[ranks == rank], rows[ranks == rank], capacity=capacity) for rank in range(num_ranks)]
     return np.stack(moves)
 
 

@@ -203,7 +203,7 @@ class TransferSpec:
     def of_device(self) -> "TransferSpec":
         """What one device has, with data-parallel ranks: the blocks of its rank, and its shard of their pages."""
         sharding = self.cache_sharding
-        device = min(sharding.device_set, key=lambda device: device.id)
+        device: Any = next(iter(sharding.device_set))
         return dataclasses.replace(
             self, page_shape=self._shard_page, cache_sharding=SingleDeviceSharding(device), num_ranks=1
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from tpu_offload.errors import CachesLostError
@@ -52,7 +53,9 @@ def _zeros(like: jax.Array, layout: Layout | None, programs: dict[Any, Any]) -> 
             place: Any = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             place = Format(layout, place) if layout is not None else place
             programs[key] = jax.jit(functools.partial(jnp.zeros, shard_shape, like.dtype), out_shardings=place)
-        shards.append(programs[key]())
+        # The engine may have set the mesh of all devices, in which jax refuses a program of one.
+        with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+            shards.append(programs[key]())
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 

@@ -155,10 +155,7 @@ class LoadBacklog:
             sizes = self._sizes_of(job, staged=room is not None)
             self._loads[job.job_id] = BackloggedLoad(job, places, sizes)
         loads = list(self._loads.values())
-        if room is None:
-            sizes = self._shares_by_rank(loads, urgent)
-        else:
-            sizes = _staged_sizes(loads, room, staging_room)
+        sizes = self._shares_by_rank(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
         pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
         done = [load.job.job_id for load in loads if not load.num_left]
         for job_id in done:

@@ -97,9 +97,7 @@ def plan_swap_pool(
     """
     # Groups that share arrays share their blocks: half of the pool's default size is the KV cache, counted once.
     arrays = [group.layer_ids for group in layout.groups]
-    num_hbm_blocks = [
-        max(1, kv_caches[ids[0]].shape[0] // layout.num_ranks // arrays.count(ids)) for ids in arrays
-    ]
+    num_hbm_blocks = [max(1, kv_caches[ids[0]].shape[0] // layout.num_ranks // arrays.count(ids)) for ids in arrays]
     wanted_nbytes = None if config.swap_gb == "auto" else int(config.swap_gb * _GB)
     groups = [(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)]
     sizes = size_swap_pool(wanted_nbytes, groups=groups, fraction=config.swap_safety, available=available)

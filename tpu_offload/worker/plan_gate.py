@@ -19,6 +19,30 @@ _logger = logging.getLogger(__name__)
 
 
 @final
+class PlanOrder:
+    """The plans of one scheduler that have begun, to recognize those that come again or late."""
+
+    def __init__(self) -> None:
+        self._begun_below = 0  # jobs with smaller ids are in plans that were begun
+        self._last_step_id = -1  # of the last plan that was begun
+
+    def has_begun(self, plan: StepPlan) -> bool:
+        """Whether a plan, or a later one, has begun."""
+        if plan.next_job_id > self._begun_below:
+            return False
+        if plan.jobs:
+            return plan.next_job_id > 0
+        # Without jobs it is harmless, but it must not replace the current plan.
+        has_ids = plan.next_job_id > 0 or self._begun_below > 0
+        return has_ids and plan.step_id <= self._last_step_id
+
+    def begin(self, plan: StepPlan) -> None:
+        """A plan that has not begun before begins."""
+        self._begun_below = max(self._begun_below, plan.next_job_id)
+        self._last_step_id = plan.step_id
+
+
+@final
 class PlanGate:
     """The plans that one worker has begun, and the epoch of its caches.
 
@@ -31,8 +55,7 @@ class PlanGate:
         self._epoch = epoch
         self._own_setup = setup
         self._setup: WorkerSetup | None = setup
-        self._begun_below = 0  # jobs with smaller ids are in plans that were begun
-        self._last_step_id = -1  # of the last plan that was begun
+        self._order = PlanOrder()
         self._num_ignored = 0
 
     @property
@@ -54,20 +77,13 @@ class PlanGate:
         if self.has_begun(plan):
             self._ignore(plan, "is a duplicate, or older than the last one")
             return False
-        self._begun_below = max(self._begun_below, plan.next_job_id)
-        self._last_step_id = plan.step_id
+        self._order.begin(plan)
         self._note_known_incarnation(plan)
         return True
 
     def has_begun(self, plan: StepPlan) -> bool:
-        """Whether a plan, or a later one, has begun."""
-        if plan.next_job_id > self._begun_below:
-            return False
-        if plan.jobs:
-            return plan.next_job_id > 0
-        # Without jobs it is harmless, but it must not replace the current plan.
-        has_ids = plan.next_job_id > 0 or self._begun_below > 0
-        return has_ids and plan.step_id <= self._last_step_id
+        """See `PlanOrder`."""
+        return self._order.has_begun(plan)
 
     def is_stale(self, plan: StepPlan) -> bool:
         """Whether a plan was made for lost caches, or for an earlier incarnation of this worker."""

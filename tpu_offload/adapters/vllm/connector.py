@@ -47,9 +47,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tpu_offload.adapters.vllm.messages import PlanMessage
+from tpu_offload.adapters.vllm.messages import PlanMessages
+from tpu_offload.adapters.vllm.ranks import shut_down_with_ranks
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
 from tpu_offload.adapters.vllm.settings import (
+    count_ranks,
     count_workers,
     group_order,
     read_config,
@@ -96,14 +98,17 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 config,
                 block_size=vllm_config.cache_config.block_size,
-                num_workers=count_workers(),
+                num_workers=count_workers(vllm_config),
                 group_order=group_order(kv_cache_config),
                 state_groups=state_groups(kv_cache_config),
                 retains_all_states=kv_cache_config.prefix_cache_retention_interval is None,
+                num_ranks=count_ranks(vllm_config),
                 record_events=events is not None and events.enable_kv_cache_events,
             )
         else:
             self._worker = WorkerSide()
+            if count_ranks(vllm_config) > 1:
+                shut_down_with_ranks(shut_down_worker)
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -142,13 +147,15 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """See the base class."""
         self.scheduler_side.admit(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMessage:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMessages:
         """See the base class."""
-        return self.scheduler_side.plan(scheduler_output)
+        return PlanMessages([self.scheduler_side.plan(scheduler_output)])
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See the base class."""
         self.scheduler_side.end_step()
+        if connector_output.finished_recving:
+            connector_output.finished_recving = self.scheduler_side.take_awaited(connector_output.finished_recving)
         self.scheduler_side.apply(connector_output.kv_connector_worker_meta)
         if connector_output.invalid_block_ids:
             self.scheduler_side.invalidate_blocks(connector_output.invalid_block_ids)
@@ -196,7 +203,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """See the base class. Called before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, PlanMessage), f"metadata of {type(connector_metadata)}"
+        assert isinstance(connector_metadata, PlanMessages), f"metadata of {type(connector_metadata)}"
         self.worker_side.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -237,7 +244,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
         else:
-            _shut_down_worker(self._vllm_config)
+            shut_down_worker(self._vllm_config)
 
     # Statistics.
 
@@ -262,11 +269,12 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _shut_down_worker(vllm_config: "VllmConfig") -> None:
+def shut_down_worker(vllm_config: "VllmConfig") -> None:
     """Shuts down the worker role of this engine, if it is in this process.
 
     tpu-inference 0.32 never does. The worker role would keep the engine's caches, weights and host tier alive, and the
-    next engine in the process would get it, even one without a connector.
+    next engine in the process would get it, even one without a connector. With data-parallel ranks the scheduler role
+    is in a process that was forked, and has a copy of it that must not be touched; see `ranks.shut_down_with_ranks`.
     """
     if not has_kv_transfer_group():
         return

@@ -26,8 +26,8 @@ class KnownTokens:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class PlanMessage(KVConnectorMetadata):
-    """One step's plan.
+class PlanMessage:
+    """One step's plan, of one scheduler.
 
     Attributes:
       plan: the plan for the library's worker.
@@ -38,6 +38,7 @@ class PlanMessage(KVConnectorMetadata):
       finished_req_ids: requests that ended before this step; their ids may be reused.
       background_job_ids: loads of the plan that vLLM waits for: no forward pass needs them before vLLM knows that they
         have ended.
+      scheduler_id: identifies the scheduler side that it is from.
     """
 
     plan: StepPlan
@@ -47,12 +48,27 @@ class PlanMessage(KVConnectorMetadata):
     tainted: frozenset[str] = frozenset()
     finished_req_ids: frozenset[str] = frozenset()
     background_job_ids: frozenset[int] = frozenset()
+    scheduler_id: str = ""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class ReportMessage(KVConnectorWorkerMetadata):
-    """The report of one worker after a step or, aggregated, of several.
+class PlanMessages(KVConnectorMetadata):
+    """The plans of one step: one, or with data-parallel ranks one of each, in their order.
+
+    tpu-inference merges those of ranks: it makes an object without arguments, and extends its list `requests_meta`.
+
+    Attributes:
+      requests_meta: the plans.
+    """
+
+    requests_meta: list[PlanMessage] = dataclasses.field(default_factory=list)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ReportMessage:
+    """The report of one worker to one scheduler side after a step or, merged, of several workers.
 
     Attributes:
       reports: of one or more workers, in no particular order.
@@ -69,9 +85,8 @@ class ReportMessage(KVConnectorWorkerMetadata):
     needs_reset: bool = False
     computed_on_invalid: bool = False
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
-        """Merges two messages of one step."""
-        assert isinstance(other, ReportMessage), f"a report of {type(other)}"
+    def merged(self, other: "ReportMessage") -> "ReportMessage":
+        """One message for two of one step."""
         return ReportMessage(
             self.reports + other.reports,
             self.layout or other.layout,
@@ -79,3 +94,24 @@ class ReportMessage(KVConnectorWorkerMetadata):
             self.needs_reset or other.needs_reset,
             self.computed_on_invalid or other.computed_on_invalid,
         )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ReportMessages(KVConnectorWorkerMetadata):
+    """The reports after a step. vLLM gives all of them to every rank, and each scheduler side takes its own.
+
+    Attributes:
+      of_schedulers: by `PlanMessage.scheduler_id`; none for a scheduler side with nothing new.
+    """
+
+    of_schedulers: dict[str, ReportMessage]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessages":
+        """Merges the reports of two workers in one step."""
+        assert isinstance(other, ReportMessages), f"a report of {type(other)}"
+        merged = dict(self.of_schedulers)
+        for scheduler_id, message in other.of_schedulers.items():
+            mine = merged.get(scheduler_id)
+            merged[scheduler_id] = message if mine is None else mine.merged(message)
+        return ReportMessages(merged)

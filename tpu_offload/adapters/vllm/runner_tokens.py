@@ -22,6 +22,7 @@ request gets vLLM's tokens before the runner reads its state. A request is *tain
     the runner and vLLM disagree on a token of a block that is about to be saved.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
@@ -30,6 +31,21 @@ from tpu_offload.adapters.vllm.block_tables import blocks_from, with_distinct_id
 
 _logger = logging.getLogger(__name__)
 _LOST_TOKEN = "tpu-inference lost the in-flight token of a request that was not in the next step"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaintedBlocks:
+    """A request that was tainted.
+
+    Attributes:
+      request_id: the request.
+      rank: its data-parallel rank; 0 without ranks.
+      block_ids: its blocks from the first that may be wrong on. Rows of states are negative ids.
+    """
+
+    request_id: str
+    rank: int
+    block_ids: tuple[int, ...]
 
 
 @final
@@ -52,7 +68,8 @@ class RunnerTokens:
         self._logged: set[str] = set()
         # Requests that were tainted and have not ended, and those that `take_newly_tainted` has not returned yet.
         self._tainted: set[str] = set()
-        self._newly_tainted: dict[str, tuple[int, ...]] = {}
+        self._newly_tainted: list[TaintedBlocks] = []
+        self._ranks: Mapping[str, int] = {}  # of the requests of this step, if there are data-parallel ranks
         # Per request that has not been scheduled again: position of the first lost token, and whether it was restored.
         self._lost: dict[str, tuple[int, bool]] = {}
         self._original = getattr(runner, "_modify_prev_results", None)
@@ -77,12 +94,9 @@ class RunnerTokens:
         """Requests whose KV may have been computed on other tokens than vLLM's."""
         return frozenset(self._tainted)
 
-    def take_newly_tainted(self) -> dict[str, tuple[int, ...]]:
-        """Requests that were tainted since the last call, with their blocks from the first that may be wrong on.
-
-        Rows of states are negative ids.
-        """
-        newly_tainted, self._newly_tainted = self._newly_tainted, {}
+    def take_newly_tainted(self) -> list[TaintedBlocks]:
+        """Requests that were tainted since the last call."""
+        newly_tainted, self._newly_tainted = self._newly_tainted, []
         return newly_tainted
 
     def finish(self, request_ids: Collection[str]) -> None:
@@ -115,7 +129,8 @@ class RunnerTokens:
         self._tainted.add(request_id)
         tables = with_distinct_ids(state.block_ids if state is not None else (), self._state_groups)
         blocks = blocks_from(tables, first // self._block_size)
-        self._newly_tainted[request_id] = tuple(sorted(blocks))
+        rank = self._ranks.get(request_id, 0)
+        self._newly_tainted.append(TaintedBlocks(request_id, rank, tuple(sorted(blocks))))
         self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 
     def _log_once(self, event: str, level: int, line: str) -> None:
@@ -128,6 +143,7 @@ class RunnerTokens:
     def _update_states(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps the runner's method, which it calls at the beginning of each step."""
         assert self._original_update is not None
+        self._ranks = getattr(output, "assigned_dp_rank", None) or {}
         resumed: set[str] = set()
         try:
             resumed = self._resumed_with_pending_token(output)

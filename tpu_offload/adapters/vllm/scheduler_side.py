@@ -10,6 +10,7 @@ for the latter every draft counts as accepted.
 
 import dataclasses
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
@@ -36,9 +37,10 @@ from tpu_offload import (
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
-from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
+from tpu_offload.adapters.vllm.step_clock import StepClock
 from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 from tpu_offload.core.policies import find_policy
 
@@ -77,6 +79,7 @@ class SchedulerSide:
       retains_all_states: vLLM keeps each state that it computes at a block boundary, not only where it expects a later
         request to continue.
       record_events: whether `take_events` is called.
+      num_ranks: data-parallel ranks of the engine, each with a scheduler side like this one.
       clock: monotonic seconds.
     Raises:
       ConfigError: the eviction policy cannot be created.
@@ -92,6 +95,7 @@ class SchedulerSide:
         state_groups: Sequence[int] = (),
         retains_all_states: bool = False,
         record_events: bool,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_workers = num_workers
@@ -103,7 +107,10 @@ class SchedulerSide:
         self._state_groups = state_groups
         self._retains_all_states = retains_all_states
         self._record_events = record_events
-        self._clock = clock
+        self._scheduler_id = uuid.uuid4().hex
+        self._has_ranks = num_ranks > 1
+        # A `DPScheduler` makes no steps for copies in flight alone.
+        self._clock = StepClock(clock) if self._has_ranks else clock
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
         # None until the workers have reported the layout, with the first step. Until then the host tier has no memory.
         self._offload: OffloadScheduler | None = None
@@ -123,6 +130,7 @@ class SchedulerSide:
         self._unfinished: dict[str, Request] = {}  # from the first match on
         self._limits: dict[str, RequestLimits | None] = {}  # of unfinished requests
         self._known_tokens: list[KnownTokens] = []  # for the next message
+        self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks
         self._last_stats = OffloadStats()
         self._stats_changed = False  # since `_last_stats`, possibly
         self._transfers: list[FinishedTransfer] = []
@@ -207,6 +215,16 @@ class SchedulerSide:
         self._promised.discard(request_id)
         if self._offload is not None:
             self._offload.admit(request_id, self._ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
+        if self._has_ranks and num_loaded_tokens:
+            self._awaited.add(request_id)
+
+    def take_awaited(self, request_ids: set[str]) -> set[str]:
+        """Those of the requests whose loads have ended that are this scheduler's: each rank is told of all."""
+        if not self._has_ranks:
+            return request_ids
+        own = request_ids & self._awaited
+        self._awaited -= own
+        return own
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: returns the plan for the step that it scheduled."""
@@ -230,7 +248,10 @@ class SchedulerSide:
             invalid_block_ids=self._rollback.begin_step(),
             tainted=self._tainted.request_ids,
             finished_req_ids=frozenset(output.finished_req_ids),
+            scheduler_id=self._scheduler_id,
         )
+        if isinstance(self._clock, StepClock):
+            self._clock.step()
         if self._offload is None:
             self._num_steps_without_layout += 1
             return dataclasses.replace(message, plan=StepPlan(step_id=self._num_steps_without_layout))
@@ -247,14 +268,17 @@ class SchedulerSide:
         known_tokens, self._known_tokens = tuple(self._known_tokens), []
         return dataclasses.replace(message, plan=plan, known_tokens=known_tokens, background_job_ids=in_background)
 
-    def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
+    def apply(self, messages: "KVConnectorWorkerMetadata | None") -> None:
         """Applies the workers' reports after a step.
 
         The workers report failed loads and lost caches to vLLM, as invalid block ids. This updates only the library.
         """
+        if messages is None:
+            return
+        assert isinstance(messages, ReportMessages), f"a report of {type(messages)}"
+        message = messages.of_schedulers.get(self._scheduler_id)
         if message is None:
             return
-        assert isinstance(message, ReportMessage), f"a report of {type(message)}"
         for request_id, block_ids in message.tainted:
             self._tainted.add(request_id, block_ids, self._unfinished.get(request_id))
             requests = {r: entry.request for r, entry in self._active.items()}

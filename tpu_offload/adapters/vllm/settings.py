@@ -39,7 +39,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     problem = next(_problems(vllm_config, kv_cache_config, config), None)
     if problem is not None:
         raise ConfigError(f"tpu_offload: {problem}")
-    if config.sync_load is None and len(kv_cache_config.kv_cache_groups) > 1:
+    if config.sync_load is None and (len(kv_cache_config.kv_cache_groups) > 1 or count_ranks(vllm_config) > 1):
         config = config.model_copy(update={"sync_load": False})
     elif config.sync_load is None:
         # The device runs a direct load between two steps in either case, so a waiting request would save nothing. A
@@ -88,6 +88,7 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
             "recompute what failed to load right before a step; unset it"
         )
     yield from _problems_of_parallelism(vllm_config)
+    yield from _problems_of_ranks(vllm_config, config)
     additional = vllm_config.additional_config
     if isinstance(additional, dict) and additional.get("enable_continue_decode"):
         yield (
@@ -194,26 +195,48 @@ def _problems_of_parallelism(vllm_config: "VllmConfig") -> Iterator[str]:
         size = getattr(vllm_config.parallel_config, name, 1)
         if size > 1:
             yield f"{name}={size}: {reason}"
-    dp_size = getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1)
-    if dp_size > 1:
+
+
+def _problems_of_ranks(vllm_config: "VllmConfig", config: OffloadConfig) -> Iterator[str]:
+    num_ranks = count_ranks(vllm_config)
+    if num_ranks == 1:
+        return
+    what = f"{num_ranks} data-parallel ranks in one engine"
+    if config.sync_load:
         yield (
-            f"data parallel attention over {dp_size} devices in one engine: each rank has a scheduler and block ids of "
-            "its own, with one KV cache; run one engine per rank, or use tensor parallelism"
+            f"TPU_OFFLOAD_SYNC_LOAD=1 with {what}: their scheduler does not pass on that a step needs a load, which "
+            "would come after it; unset it"
+        )
+    backend = _multihost_backend()
+    if backend:
+        yield (
+            f"TPU_MULTIHOST_BACKEND={backend} with {what}: only one host reports to their schedulers, so copies of the "
+            "others could not be tracked; run one engine on each host"
         )
 
 
-def count_workers() -> int:
+def count_ranks(vllm_config: "VllmConfig") -> int:
+    """The data-parallel ranks in this engine: each has a scheduler with block ids of its own, all have one worker."""
+    return int(getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1))
+
+
+def _multihost_backend() -> str:
+    try:
+        from tpu_inference import envs
+    except ImportError:  # vLLM's scheduler without tpu-inference, as in tests
+        return ""
+    return str(envs.TPU_MULTIHOST_BACKEND or "")
+
+
+def count_workers(vllm_config: "VllmConfig") -> int:
     """The number of processes that hold a part of the caches: one per host under Ray, else one.
 
     Raises:
       ConfigError: a multi-host backend other than Ray.
     """
-    try:
-        from tpu_inference import envs
-    except ImportError:  # vLLM's scheduler without tpu-inference, as in tests
-        return 1
-    backend = envs.TPU_MULTIHOST_BACKEND
-    if not backend:
+    backend = _multihost_backend()
+    # With ranks this is a forked child, which must not ask Ray; several hosts are refused then (`read_config`).
+    if not backend or count_ranks(vllm_config) > 1:
         return 1
     if backend != "ray":
         raise ConfigError(f"tpu_offload: TPU_MULTIHOST_BACKEND={backend}; expected ray or unset")

@@ -19,6 +19,7 @@ and the steps in flight, so the next step needs no further report.
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -39,7 +40,8 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
-from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
@@ -64,6 +66,7 @@ class WorkerSide:
     """The worker side. All calls come from the thread that runs the model."""
 
     def __init__(self) -> None:
+        self._process_id = os.getpid()
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         self._worker_id = 0
@@ -80,7 +83,12 @@ class WorkerSide:
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._invalid_block_ids: set[int] = set()
-        self._has_groups = False  # several KV cache groups: vLLM takes failed loads by request, not by block
+        self._has_groups = False  # several KV cache groups: vLLM cannot compute requests anew in new caches
+        # vLLM takes failed loads by request, not by block: ids of blocks are not unique among groups or ranks.
+        self._fails_by_request = False
+        self._ranks: RankMessages | None = None  # None with one rank
+        self._num_blocks = 0  # of each rank
+        self._scheduler_ids: list[str] = []  # of the scheduler sides, by rank
         self._reports: list[StepReport] = []
         self._last_report = StepReport(worker_id=0, results=(), num_host_chunks=0)
         self._last_status: tuple[Any, ...] = ()
@@ -98,7 +106,7 @@ class WorkerSide:
         self.close()
         vllm_config = runner.vllm_config
         config = read_config(vllm_config, runner.kv_cache_config)
-        check_workers(count_workers(), num_processes=jax.process_count())
+        check_workers(count_workers(vllm_config), num_processes=jax.process_count())
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = _describe_caches(runner)
@@ -108,8 +116,8 @@ class WorkerSide:
 
         setup = worker.poll().setup
         is_staged = setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path)
-        num_blocks = caches[layout.groups[0].layer_ids[0]].shape[0]
-        num_staged = min(config.staging_blocks(layout), num_blocks) if is_staged else 0
+        self._num_blocks = caches[layout.groups[0].layer_ids[0]].shape[0] // layout.num_ranks
+        num_staged = min(config.staging_blocks(layout), self._num_blocks) if is_staged else 0
         check_hbm(
             utils.hbm_usage_bytes(runner.devices),
             needed=worker.hbm_nbytes,
@@ -129,6 +137,8 @@ class WorkerSide:
         self._last_invalid_step_id = -1
         self._layout = layout
         self._has_groups = len(layout.groups) > 1
+        self._fails_by_request = self._has_groups or layout.num_ranks > 1
+        self._ranks = RankMessages(layout.num_ranks) if layout.num_ranks > 1 else None
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
         states = ""
@@ -153,14 +163,19 @@ class WorkerSide:
         return self._worker
 
     def serves(self, vllm_config: "VllmConfig") -> bool:
-        """Whether the registered runner belongs to this engine. True if no runner is registered."""
+        """Whether this process has made it, for this engine; for any as long as no runner is registered."""
+        if os.getpid() != self._process_id:
+            return False
         return self._runner is None or self._runner.vllm_config.instance_id == vllm_config.instance_id
 
-    def bind(self, message: PlanMessage) -> None:
+    def bind(self, messages: PlanMessages) -> None:
         """Takes the plan, before the forward pass, which may use the blocks of loads that the plan cancels.
 
         Nothing writes to these blocks any more: only `start_loads` dispatches the rest of a load, and it drops them.
         """
+        of_ranks = messages.requests_meta
+        self._scheduler_ids = [message.scheduler_id for message in of_ranks]
+        message = self._ranks.merge(of_ranks) if self._ranks is not None else of_ranks[0]
         self._message, self._plan, self._idle = message, message.plan, message.idle
         if self._tokens is not None:
             self._tokens.finish(message.finished_req_ids)
@@ -217,7 +232,7 @@ class WorkerSide:
         return finished
 
     def take_failed_recving(self) -> set[str]:
-        """Requests among the finished whose load has failed, since the last call; only with several groups."""
+        """Requests among the finished whose load has failed, since the last call; only with several groups or ranks."""
         failed, self._failed_recving = self._failed_recving, set()
         return failed
 
@@ -226,16 +241,32 @@ class WorkerSide:
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_report(self) -> ReportMessage | None:
-        """The report for the scheduler side; None if there is nothing new."""
+    def take_report(self) -> ReportMessages | None:
+        """The reports for the scheduler sides; None if there is nothing new."""
+        if not self._scheduler_ids:  # no plan has come yet
+            return None
         reports, self._reports = self._reports, []
         layout, self._layout = self._layout, None
-        tainted = tuple(self._tokens.take_newly_tainted().items()) if self._tokens is not None else ()
+        tainted = self._tokens.take_newly_tainted() if self._tokens is not None else ()
         needs_reset, self._needs_reset = self._needs_reset, False
         computed, self._computed_on_invalid = self._computed_on_invalid, False
         if not (reports or layout or tainted or needs_reset or computed):
             return None
-        return ReportMessage(tuple(reports), layout, tainted, needs_reset, computed)
+        of_ranks = [tuple(reports)]
+        if self._ranks is not None:
+            of_ranks = self._ranks.split(reports)
+        return ReportMessages(
+            {
+                scheduler_id: ReportMessage(
+                    own,
+                    layout,
+                    tuple((t.request_id, t.block_ids) for t in tainted if t.rank == rank),
+                    needs_reset,
+                    computed,
+                )
+                for rank, (scheduler_id, own) in enumerate(zip(self._scheduler_ids, of_ranks, strict=True))
+            }
+        )
 
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
@@ -288,14 +319,13 @@ class WorkerSide:
                     "anew in new caches: restart the engine"
                 ) from e
             _logger.error("tpu_offload: %s. New caches are made, and all blocks are reported to vLLM as invalid", e)
-            num_blocks = runner.kv_caches[0].shape[0]
             runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
             for job in self._unreported_loads.values():
                 self._mark_received(job)
             self._unreported_loads.clear()
             self._reported_loads.clear()
             self._background_job_ids.clear()
-            self._invalidate(range(num_blocks))
+            self._invalidate(range(self._num_blocks))
             return False
         return True
 
@@ -349,7 +379,7 @@ class WorkerSide:
             job.request_id,
             error,
         )
-        self._invalidate(range(self._runner.kv_caches[0].shape[0]))
+        self._invalidate(range(self._num_blocks))
         self._needs_reset = True
 
     def _mark_received(self, job: CopyJob) -> None:
@@ -365,7 +395,7 @@ class WorkerSide:
           positions: positions in `job.block_ids` of the blocks that were not copied; empty for all.
         """
         invalid = [job.block_ids[i] for i in positions] or job.block_ids
-        if self._has_groups:
+        if self._fails_by_request:
             self._failed_recving.add(job.request_id)
         elif job.job_id in self._background_job_ids:  # nothing has computed on them
             self._invalid_block_ids.update(invalid)

@@ -1,0 +1,78 @@
+"""Runs of `llm_runs` with data-parallel ranks: each rank has a scheduler in a process of its own, forked by vLLM."""
+
+from typing import Any
+
+from tests.adapters import llm_runs
+
+_QUESTIONS = {"state": lambda scheduler: llm_runs.state_of(scheduler) | {"num_preemptions": scheduler.num_preemptions}}
+
+
+def install_probes() -> None:
+    """Has schedulers count preemptions and answer questions, in processes that are forked from now on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    make_stats, preempt = Scheduler.make_stats, Scheduler._preempt_request
+
+    def answer(self: Any, question: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(question, str):
+            return _QUESTIONS[question](self)
+        return make_stats(self, question, *args, **kwargs)
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_preemptions += 1
+        return preempt(self, *args, **kwargs)
+
+    Scheduler.num_preemptions = 0
+    Scheduler.make_stats, Scheduler._preempt_request = answer, count
+
+
+class RankedRun(llm_runs.EngineRun):
+    """One engine. What steps return of the schedulers is a list, by rank."""
+
+    @property
+    def connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+    def _watch(self) -> None:
+        pass  # the schedulers are in other processes
+
+    def drain(self) -> dict[str, Any]:
+        """Serves short prompts until no scheduler waits for a copy: it learns of results with its next request."""
+        for number in range(50):
+            state = self.state()
+            if not any(rank.get("has_jobs") for rank in state["ranks"]):
+                break
+            self.generate([[3 + number, 5 + rank] for rank in range(len(state["ranks"]))], max_tokens=2)
+        return state
+
+    def state(self) -> dict[str, Any]:
+        """The state of each scheduler, and of the worker."""
+        from tpu_inference.core.sched.dp_scheduler import SchedulerCommand
+
+        ranks = range(self._scheduler.dp_size)
+        for rank in ranks:
+            self._scheduler._send_command(rank, SchedulerCommand.MAKE_STATS, ("state", None))
+        state: dict[str, Any] = {"ranks": [self._scheduler._get_result(rank) for rank in ranks]}
+        return state | (llm_runs.state_of_worker(self.worker) if self.connector is not None else {})
+
+    def drive_and_abort(self, prompts: list[list[int]], after: int, **sampling: Any) -> None:
+        """Aborts all requests after some steps."""
+        engine = self._llm.llm_engine
+        ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
+        for _ in range(after):
+            engine.step()
+        engine.abort_request(ids)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def confuse_ranks(self) -> None:
+        """Plants the fault that every rank copies to and from the places of the first."""
+        import numpy as np
+
+        from tests.inside import tier_groups
+
+        for copies in tier_groups(self.worker):
+            ranks_of = copies._ranks_of
+            copies._ranks_of = lambda jobs, ranks_of=ranks_of: np.zeros_like(ranks_of(jobs))

@@ -1,0 +1,75 @@
+"""Data-parallel ranks: one scheduler side for each, one worker side for all.
+
+tpu-inference's `DPScheduler` runs a scheduler of vLLM with a scheduler side of ours for each rank, in processes of
+their own. Their plans arrive together, by rank (`PlanMessages`), and are merged here into one; every report is split by
+rank, and goes up with the ids of the scheduler sides that it is for (`ReportMessages`), because the same output goes to
+all of them. Block ids stay those of a rank; ids of jobs are the worker's, see `RankPlans`.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from tpu_offload import RankPlans, StepReport
+from tpu_offload.adapters.vllm.messages import PlanMessage
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@final
+class RankMessages:
+    """Merges the messages of all ranks, and splits reports.
+
+    Args:
+      num_ranks: as in `KVLayout.num_ranks`.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._plans = RankPlans(num_ranks)
+
+    def merge(self, messages: Sequence[PlanMessage]) -> PlanMessage:
+        """One message with what is in all, whose plan is for the worker.
+
+        Raises:
+          ValueError: not one message of each rank.
+        """
+        plan = self._plans.merge([message.plan for message in messages])
+        background = {
+            self._plans.job_id(rank, job_id)
+            for rank, message in enumerate(messages)
+            for job_id in message.background_job_ids
+        }
+        return PlanMessage(
+            plan,
+            idle=all(message.idle for message in messages),
+            invalid_block_ids=frozenset().union(*(message.invalid_block_ids for message in messages)),
+            known_tokens=tuple(known for message in messages for known in message.known_tokens),
+            tainted=frozenset().union(*(message.tainted for message in messages)),
+            finished_req_ids=frozenset().union(*(message.finished_req_ids for message in messages)),
+            background_job_ids=frozenset(background),
+        )
+
+    def split(self, reports: Iterable[StepReport]) -> list[tuple[StepReport, ...]]:
+        """The reports for each rank."""
+        return list(zip(*map(self._plans.split, reports), strict=True))
+
+
+def shut_down_with_ranks(shut_down: Callable[["VllmConfig"], None]) -> None:
+    """Has `DPScheduler.shutdown` shut the worker side down, which nothing else in its process does.
+
+    Args:
+      shut_down: called with the engine's configuration.
+    """
+    from tpu_inference.core.sched.dp_scheduler import DPScheduler
+
+    original = DPScheduler.shutdown
+    if hasattr(original, "__wrapped__"):  # by an earlier engine
+        return
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> None:
+        shut_down(self.vllm_config)
+        original(self)
+
+    DPScheduler.shutdown = shutdown
