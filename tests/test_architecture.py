@@ -187,6 +187,7 @@ PUBLIC = [
     "OffloadStats",
     "OffloadWorker",
     "PageGroup",
+    "RankPlans",
     "RequestError",
     "RequestLimits",
     "RequestSwap",

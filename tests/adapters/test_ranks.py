@@ -69,19 +69,26 @@ def test_answers_are_those_without_a_connector_and_both_ranks_load(ranked, expec
     check_end(outcome)
 
 
-def test_host_memory_of_a_rank_that_holds_other_blocks_changes_its_answers(ranked):
+def test_copies_to_the_places_of_another_rank_are_noticed(ranked):
+    """What was never saved at a place is not loaded from it; loads to the wrong blocks change the answers."""
     documents = {"do": "generate", "prompts": [tokens(f"document {i}", 100) for i in range(4)]}
     others = {"do": "generate", "prompts": [tokens(f"other {i}", 150) for i in range(4)]}
-    spec = {"model": MODEL, "engine": FEW, "connector": ours()}
-    right, confused = (
-        ranked.run(spec | {"steps": [others, *fault, documents, others, documents]})
-        for fault in ([], [{"do": "confuse_ranks"}])
+    fault = {"do": "confuse_ranks"}
+    right, confused_saves, confused_loads = (
+        ranked.run({"model": MODEL, "engine": FEW, "connector": ours(), "steps": [others, *steps]})
+        for steps in (
+            [documents, others, documents],
+            [fault, documents, others, documents],
+            [documents, others, fault, documents],
+        )
     )
-    for outcome in right, confused:
-        assert outcome["steps"][-1]["cached"] == [96] * 4
-    assert answers(right)[1] == answers(right)[3] == answers(confused)[1]
-    differing = sum(a != b for a, b in zip(answers(confused)[1], answers(confused)[3], strict=True))
-    assert differing >= 2
+    assert right["steps"][-1]["cached"] == [96] * 4, "routed to the rank that has saved it"
+    expected = answers(right)[1]
+    assert answers(right)[3] == answers(confused_saves)[3] == expected
+    assert max(stats(confused_saves, "num_failed_jobs")) > 0
+    assert confused_saves["steps"][-1]["cached"].count(96) == 2
+    assert confused_loads["steps"][-1]["cached"] == [96] * 4
+    assert sum(a != b for a, b in zip(answers(confused_loads)[3], expected, strict=True)) >= 2
 
 
 def test_failed_loads_and_lost_caches_are_recomputed(ranked, expected):

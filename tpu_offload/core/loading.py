@@ -98,6 +98,12 @@ class LoadPlanner:
             self._index.hold_checkpoint(checkpoint)
         return request.promise.num_tokens
 
+    def num_cached_tokens(self, request: RequestState, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
+        """See `OffloadScheduler.num_cached_tokens`; for a request that is in no table."""
+        request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        _, num_blocks, _ = self._look_up(request, num_tokens=num_tokens, num_computed_tokens=0, had_failed_load=False)
+        return request.num_found_tokens if num_blocks else 0
+
     def _look_up(
         self, request: RequestState, *, num_tokens: int, num_computed_tokens: int, had_failed_load: bool
     ) -> tuple[list[int], int, Checkpoint | None]:

@@ -196,6 +196,21 @@ class OffloadScheduler:
             raise
         return self._loads.answer(request, num_found, storage=self._storage)
 
+    def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
+        """Tokens at the beginning of a prompt that could be loaded now. For a router: promises and changes nothing.
+
+        Args:
+          block_hashes: hashes of the full blocks of the prompt, from the first on.
+          num_tokens: tokens of the prompt.
+        Raises:
+          RequestError: as `match`.
+        """
+        name = "of a router"
+        num_tokens, _ = check_match(name, block_hashes, num_tokens=num_tokens, num_computed_tokens=0, limits=None)
+        if not self._enabled:
+            return 0
+        return self._loads.num_cached_tokens(self._requests.new(name), block_hashes, num_tokens=num_tokens)
+
     def release(self, request_id: str) -> None:
         """Releases what `match` promised; does nothing without a promise."""
         check_request(request_id)

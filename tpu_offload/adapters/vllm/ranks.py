@@ -15,6 +15,7 @@ from tpu_offload.adapters.vllm.messages import PlanMessage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 @final
@@ -53,6 +54,38 @@ class RankMessages:
     def split(self, reports: Iterable[StepReport]) -> list[tuple[StepReport, ...]]:
         """The reports for each rank."""
         return list(zip(*map(self._plans.split, reports), strict=True))
+
+
+def count_host_tokens_in_routing(manager: "KVCacheManager", num_host_tokens: Callable[[Any, int], int]) -> None:
+    """Has `DPScheduler` route a request to the rank whose host tier has its prefix, too.
+
+    It sends a new request to the rank with the least work, less what that rank has in HBM, which it asks the
+    coordinator of the rank's KV caches for. Otherwise only `KVCacheManager.get_computed_blocks` asks that.
+
+    Args:
+      manager: the rank's.
+      num_host_tokens: tokens of a prompt in the host tier, given its block hashes and the most tokens to find.
+    """
+    find, get_computed_blocks = manager.coordinator.find_longest_cache_hit, manager.get_computed_blocks
+    is_scheduling = False
+
+    def get_while_scheduling(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_scheduling
+        is_scheduling = True
+        try:
+            return get_computed_blocks(*args, **kwargs)
+        finally:
+            is_scheduling = False
+
+    def find_with_host(block_hashes: Any, max_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        found = find(block_hashes, max_tokens, *args, **kwargs)
+        if is_scheduling:
+            return found
+        blocks, num_tokens, *others = found
+        return blocks, max(num_tokens, num_host_tokens(block_hashes, max_tokens)), *others
+
+    manager.get_computed_blocks = get_while_scheduling  # type: ignore[method-assign]
+    manager.coordinator.find_longest_cache_hit = find_with_host  # type: ignore[method-assign]
 
 
 def shut_down_with_ranks(shut_down: Callable[["VllmConfig"], None]) -> None:

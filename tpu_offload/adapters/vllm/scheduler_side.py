@@ -38,6 +38,7 @@ from tpu_offload import (
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
+from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
 from tpu_offload.adapters.vllm.step_clock import StepClock
@@ -150,6 +151,14 @@ class SchedulerSide:
         sync_loads = bool(self._config.sync_load)
         self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, sync_loads=sync_loads)
         self._tainted = TaintedRequests(kv_cache_manager, block_size=self._block_size, state_groups=self._state_groups)
+        if self._has_ranks and self._config.patch_runner:
+            count_host_tokens_in_routing(kv_cache_manager, self._num_host_tokens)
+
+    def _num_host_tokens(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> int:
+        """Tokens of a prompt in the host tier, at most so many; see `count_host_tokens_in_routing`."""
+        if self._offload is None:
+            return 0
+        return self._offload.num_cached_tokens(block_hashes, num_tokens=max_tokens + 1)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Looks up a waiting request, as `get_num_new_matched_tokens` does.
