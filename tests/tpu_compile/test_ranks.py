@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,18 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
 )
 
-ATTENTION = {"page_shape": (128, 8, 2, 128), "num_layers": 32}
+ATTENTION: dict[str, Any] = {"page_shape": (128, 8, 2, 128), "num_layers": 32}
 # Of DeepSeek: 61 layers, pages that are not split, so that each device is a rank.
-LATENT = {"page_shape": (64, 2, 640), "num_layers": 61}
-LATENT_TURNED = {"page_shape": (576, 128), "num_layers": 61}
-STATE = {"page_shape": (32, 128, 128), "num_layers": 12, "dtype": "float32", "split_axis": 1, "num_blocks": 65}
-CASES = {
+LATENT: dict[str, Any] = {"page_shape": (64, 2, 640), "num_layers": 61}
+LATENT_TURNED: dict[str, Any] = {"page_shape": (576, 128), "num_layers": 61}
+STATE: dict[str, Any] = {
+    "page_shape": (32, 128, 128),
+    "num_layers": 12,
+    "dtype": "float32",
+    "split_axis": 1,
+    "num_blocks": 65,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v5e, attention": ("v5e:2x2", {"ranks": 2, "tp": 2, **ATTENTION}),
     "v5e, latent": ("v5e:2x2", {"ranks": 4, "tp": 1, **LATENT}),
     "v5p, attention": ("v5p:2x2x1", {"ranks": 2, "tp": 2, **ATTENTION}),
@@ -34,7 +41,8 @@ PROGRAMS = ("direct_save", "direct_load")
 
 @functools.cache
 def measured(compiler):
-    cases = [Case(topology, **{"num_blocks": 256, "programs": PROGRAMS} | shape) for topology, shape in CASES.values()]
+    given: dict[str, Any] = {"num_blocks": 256, "programs": PROGRAMS}
+    cases = [Case(topology, **given | shape) for topology, shape in CASES.values()]
     results = iter(compiler.compile(cases))
     return {name: (next(results), next(results)) for name in CASES}
 

@@ -96,7 +96,7 @@ class GroupCopies:
         """The parts of a job in this store and layer group."""
         return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
 
-    def part_error(self, part: CopyPart, direction: Direction, rank: int = 0) -> str:
+    def part_error(self, part: CopyPart, direction: Direction, rank: int) -> str:
         """Why a part of a job of a rank cannot be copied, in one line; empty if it can."""
         if not part.block_ids:
             return ""

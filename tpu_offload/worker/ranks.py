@@ -45,15 +45,14 @@ class RankPlans:
         """
         if len(plans) != len(self._ranks):
             raise ValueError(f"plans of {len(plans)} data-parallel ranks; expected {len(self._ranks)}, one of each")
-        new = [not of.order.has_begun(plan) for of, plan in zip(self._ranks, plans, strict=True)]
+        new = [of.is_new(plan) for of, plan in zip(self._ranks, plans, strict=True)]
         if not any(new):
             return self._merged
         jobs: list[CopyJob] = []
         cancelled: list[int] = []
         for rank, (of, plan) in enumerate(zip(self._ranks, plans, strict=True)):
             if new[rank]:
-                of.order.begin(plan)
-                of.next_job_id = max(of.next_job_id, plan.next_job_id)
+                of.begin(plan)
                 jobs += [self._given_id(job, of, rank) for job in plan.jobs]
                 cancelled += [of.ids[job_id] for job_id in plan.cancelled_job_ids if job_id in of.ids]
         self._merged = StepPlan(
@@ -106,13 +105,26 @@ class _Rank:
 
     Attributes:
       order: its plans that were merged.
-      next_job_id: as in the last of them.
+      last: the last of them.
+      next_job_id: the highest of any of them.
       ids: the worker's ids of its jobs that have not ended, by its own.
     """
 
     order: PlanOrder = dataclasses.field(default_factory=PlanOrder)
+    last: StepPlan | None = None
     next_job_id: int = 0
     ids: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def is_new(self, plan: StepPlan) -> bool:
+        """Whether a plan has not been merged, and no later one."""
+        # As long as a rank has planned no job, its plans have nothing by which a late one could be recognized.
+        return plan != self.last and not self.order.has_begun(plan)
+
+    def begin(self, plan: StepPlan) -> None:
+        """A new plan is merged."""
+        self.order.begin(plan)
+        self.last = plan
+        self.next_job_id = max(self.next_job_id, plan.next_job_id)
 
     @property
     def oldest_id(self) -> int:

@@ -211,7 +211,7 @@ class SwapCopies:
                     f"a {job.kind.value} of layer group {part.group_id} of {part.store.value}: this worker has no such "
                     "memory, or only reads it"
                 )
-            error = next(filter(None, (source.part_error(part, job.direction) for source in sources)), "")
+            error = next(filter(None, (source.part_error(part, job.direction, job.rank) for source in sources)), "")
             if error:
                 return error
         return ""

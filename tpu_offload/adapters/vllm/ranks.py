@@ -84,8 +84,8 @@ def count_host_tokens_in_routing(manager: "KVCacheManager", num_host_tokens: Cal
         blocks, num_tokens, *others = found
         return blocks, max(num_tokens, num_host_tokens(block_hashes, max_tokens)), *others
 
-    manager.get_computed_blocks = get_while_scheduling  # type: ignore[method-assign]
-    manager.coordinator.find_longest_cache_hit = find_with_host  # type: ignore[method-assign]
+    manager.get_computed_blocks = get_while_scheduling
+    manager.coordinator.find_longest_cache_hit = find_with_host
 
 
 def shut_down_with_ranks(shut_down: Callable[["VllmConfig"], None]) -> None:

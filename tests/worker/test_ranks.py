@@ -1,0 +1,187 @@
+"""Data-parallel ranks: their plans in one, their bytes apart."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.inside import tier_groups
+from tests.jobs import copy_job
+from tests.storage.memory_tier import NAME
+from tests.worker.rank_lives import Lives
+from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadConfig, OffloadWorker, RankPlans
+from tpu_offload.types import JobKind, StepPlan, StepReport
+
+
+def caches_of_ranks(num_ranks=4, num_blocks=8):
+    mesh = Mesh(np.array(jax.devices()[:num_ranks]), ("rank",))
+    sharding = NamedSharding(mesh, PartitionSpec("rank"))
+    return [jax.device_put(np.zeros((num_ranks * num_blocks, 4, 2, 2, 8), np.uint16), sharding) for _ in range(2)]
+
+
+def save(job_id, *, block=0):
+    return copy_job(job_id, JobKind.SAVE, (block,), (block,))
+
+
+def finished(*job_ids, oldest=0):
+    results = tuple(JobResult(job_id=job_id, state=JobState.FINISHED) for job_id in job_ids)
+    return StepReport(worker_id=0, results=results, num_host_chunks=9, lost_slots=((0, 2),), oldest_job_id=oldest)
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings"), [(0.0, {}), (0.1, {}), (0.05, {"max_load_gb_per_step": 1e-6, "blocks_per_chunk": 2})]
+)
+def test_every_byte_of_every_rank_is_right(faults, settings):
+    lives = Lives(7, faults=faults, **settings)
+    lives.run(40)
+    assert min(counts["loaded"] for counts in lives.counts) > 5
+    assert sum(counts["swapped in"] for counts in lives.counts) > 5
+    num_failed = sum(scheduler.stats().num_failed_jobs for scheduler in lives.schedulers)
+    assert (num_failed > 0) == (faults > 0)
+    assert lives.num_checked > 2000
+    lives.close()
+
+
+def test_copies_of_a_rank_to_the_places_of_another_are_noticed():
+    lives = Lives(7)
+    for copies in tier_groups(lives.worker):
+        ranks_of = copies._ranks_of
+        copies._ranks_of = lambda jobs, ranks_of=ranks_of: np.maximum(ranks_of(jobs) - 1, 0)  # type: ignore[misc]
+    with pytest.raises(AssertionError):
+        lives.run(40)
+    lives.close()
+
+
+def test_loads_of_one_rank_do_not_take_the_limit_of_another():
+    """Before one step each rank copies as much as if it were alone."""
+    caches = caches_of_ranks(2)
+    layout = KVLayout.from_caches(caches, block_size=4)
+    config = OffloadConfig.create(
+        num_cpu_chunks=8, max_load_gb_per_step=2.5 * layout.block_nbytes_per_device / 2**30, skip_jax_precompile=True
+    )
+    worker = OffloadWorker(config, layout, caches)
+    worker.wait_until_allocated()
+    ranks = RankPlans(2)
+    blocks = tuple(range(6))
+    saves = [StepPlan(step_id=1, jobs=(copy_job(1, JobKind.SAVE, blocks, blocks),), next_job_id=2)] * 2
+    caches = worker.begin_step(ranks.merge(saves), caches)
+    worker.end_step(ranks.merge(saves), caches)
+    loads = [
+        StepPlan(
+            step_id=2, jobs=(copy_job(2, JobKind.LOAD, blocks[:n], blocks[:n], request_id=f"r{n}"),), next_job_id=3
+        )
+        for n in (6, 2)
+    ]
+    caches = worker.begin_step(ranks.merge(loads), caches)
+    assert worker.take_written_loads() == (4,), "the short load of the second rank"
+    for step in (3, 4):
+        caches = worker.begin_step(
+            ranks.merge([StepPlan(step_id=step, next_job_id=3), StepPlan(step_id=step, next_job_id=3)]), caches
+        )
+    assert worker.take_written_loads() == (3,)
+    worker.close()
+
+
+def test_saves_of_all_ranks_are_one_dispatch():
+    lives = Lives(3)
+    (copies,) = tier_groups(lives.worker)
+    dispatched, start = [], copies._start
+
+    def recorded(*args, **kwargs):
+        dispatched.append(args[3])
+        start(*args, **kwargs)
+
+    copies._start = recorded
+    plans = [StepPlan(step_id=1, jobs=(save(1, block=rank),), next_job_id=2) for rank in range(4)]
+    plan = lives.ranks.merge(plans)
+    lives.caches = lives.worker.begin_step(plan, lives.caches)
+    lives.worker.end_step(plan, lives.caches)
+    (moves,) = dispatched
+    assert (moves.ranks.tolist(), moves.block_ids.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    reports = lives.ranks.split(lives.worker.poll(wait=True))
+    assert [[(r.job_id, r.state) for r in report.results] for report in reports] == [[(1, JobState.FINISHED)]] * 4
+    lives.close()
+
+
+# Plans and reports.
+
+
+def test_jobs_of_equal_ids_are_told_apart():
+    ranks = RankPlans(3)
+    plan = ranks.merge(
+        [
+            StepPlan(step_id=5, jobs=(save(1), save(2)), next_job_id=3),
+            StepPlan(step_id=5),
+            StepPlan(step_id=9, jobs=(save(1),), next_job_id=2),
+        ]
+    )
+    assert [(job.job_id, job.rank) for job in plan.jobs] == [(1, 0), (2, 0), (3, 2)]
+    assert plan.next_job_id == 4
+    reports = ranks.split(finished(3, 1, oldest=2))
+    assert [[result.job_id for result in report.results] for report in reports] == [[1], [], [1]]
+    assert [report.oldest_job_id for report in reports] == [2, 0, 2]
+    assert {report.lost_slots for report in reports} == {((0, 2),)}
+
+
+def test_cancellations_and_jobs_that_were_never_begun():
+    ranks = RankPlans(2)
+    ranks.merge([StepPlan(step_id=1, jobs=(save(1),), next_job_id=2)] * 2)
+    plan = ranks.merge([StepPlan(step_id=2, cancelled_job_ids=(1,), next_job_id=2), StepPlan(step_id=2, next_job_id=2)])
+    assert plan.cancelled_job_ids == (1,)
+    assert [ranks.job_id(rank, 1) for rank in (0, 1)] == [1, 2]
+    reports = ranks.split(finished(oldest=3))
+    assert [report.oldest_job_id for report in reports] == [2, 2]
+    assert ranks.job_id(0, 1) == -1
+
+
+def test_plans_that_come_again_or_late_are_not_merged_again():
+    ranks = RankPlans(2)
+    first = [StepPlan(step_id=1, jobs=(save(1),), next_job_id=2), StepPlan(step_id=1)]
+    second = [StepPlan(step_id=2, jobs=(save(2),), next_job_id=3), StepPlan(step_id=2, jobs=(save(1),), next_job_id=2)]
+    ranks.merge(first)
+    assert ranks.merge(first).next_job_id == 2
+    plan = ranks.merge(second)
+    assert ranks.merge(second) is plan
+    late = ranks.merge([first[0], StepPlan(step_id=3, next_job_id=2)])
+    assert late.jobs == ()
+
+
+def test_the_rank_that_knows_least_decides_whether_the_plan_is_stale():
+    plans = [StepPlan(step_id=1, cache_epochs=((7, losses),)) for losses in (1, 0)]
+    assert RankPlans(2).merge(plans).cache_epochs == ((7, 0),)
+
+
+def test_a_missing_rank_is_an_error():
+    with pytest.raises(ValueError, match="plans of 1 data-parallel ranks; expected 2, one of each"):
+        RankPlans(2).merge([StepPlan(step_id=1)])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"load_path": "staged"}, "TPU_OFFLOAD_LOAD_PATH=staged: the KV caches are split over 4 data-parallel ranks"),
+        ({"storage_tier": NAME, "num_storage_chunks": 4}, "4 data-parallel ranks, which storage does not support"),
+    ],
+)
+def test_settings_that_ranks_do_not_support(settings, message):
+    caches = caches_of_ranks()
+    layout = KVLayout.from_caches(caches, block_size=4)
+    with pytest.raises(ConfigError, match=message):
+        OffloadWorker(OffloadConfig.create(num_cpu_chunks=8, **settings), layout, caches)
+
+
+def test_a_job_of_an_unknown_rank_fails():
+    caches = caches_of_ranks()
+    layout = KVLayout.from_caches(caches, block_size=4)
+    worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=8, skip_jax_precompile=True), layout, caches)
+    worker.wait_until_allocated()
+    plan = StepPlan(step_id=1, jobs=(dataclasses.replace(save(1), rank=4),))
+    worker.end_step(plan, worker.begin_step(plan, caches))
+    (result,) = worker.poll().results
+    assert "a save of rank 4; this worker has 4" in result.error
+    worker.close()
