@@ -66,6 +66,15 @@ def test_states(run):
         assert result["save"]["gb_per_s"] > 0
 
 
+def test_ranks(run):
+    said, report = run("bench_ranks", "--ranks 1 2 --requests 3 --num-layers 2 --rounds 2")
+    assert "3 requests a rank, 2 layers" in said
+    assert [(r["num_ranks"], r["kind"]) for r in report["results"]] == [
+        (1, "save"), (1, "load"), (2, "save"), (2, "load"),
+    ]  # fmt: skip
+    assert all(result["merge"]["median"] > 0 for result in report["results"])
+
+
 def test_save_modes(run):
     sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
     said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
@@ -237,6 +246,7 @@ def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys,
         ("bench_dispatch", "--num-blocks 300", "--num-blocks exceeds --cache-blocks or --host-chunks"),
         ("bench_transfer", "--paths fused", "set --step-ms"),
         ("bench_states", "--job-rows 4 --num-rows 3", "--job-rows exceeds --num-rows"),
+        ("bench_ranks", "--ranks 99", "--ranks 99: 8 devices found"),
         ("bench_states", "--devices 99", "--devices 99: 8 found"),
     ],
 )

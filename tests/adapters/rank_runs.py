@@ -73,7 +73,7 @@ class RankedRun(llm_runs.EngineRun):
         from tests.inside import tier_groups
 
         for copies in tier_groups(self.worker):
-            copies._ranks_of = functools.partial(_first_rank, copies._ranks_of)  # type: ignore[method-assign]
+            copies._ranks_of = functools.partial(_first_rank, copies._ranks_of)
 
 
 def _first_rank(ranks_of: Any, jobs: Any) -> Any:

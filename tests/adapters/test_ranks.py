@@ -69,6 +69,24 @@ def test_answers_are_those_without_a_connector_and_both_ranks_load(ranked, expec
     check_end(outcome)
 
 
+@pytest.mark.parametrize(("model", "num_saved"), [("gemma3", "num_window_chunks"), ("qwen3.5", "num_states")])
+def test_sliding_windows_and_states_of_both_ranks(ranked, model, num_saved):
+    """Two ranks on one device each; as many blocks, and rows of states, as without a connector."""
+    steps = [
+        {"do": "generate", "prompts": [tokens(f"{name} {i}", length) for i in range(4)]}
+        for name, length in [("other", 150), ("document", 100)] * 2
+    ]
+    spec = {"model": model, "engine": MANY | {"tensor_parallel_size": 2, "num_gpu_blocks_override": 60}}
+    plain, ours_ = (ranked.run(spec | {"connector": c, "steps": steps}) for c in (None, ours()))
+    assert answers(ours_) == answers(plain)
+    assert [step["cached"] for step in ours_["steps"][2:]] == [[144] * 4, [96] * 4]
+    assert min(stats(ours_, "loaded_blocks")) > 10
+    assert min(stats(ours_, num_saved)) > 0
+    for name in ("num_blocks", "num_rows"):
+        assert len({rank[name] for outcome in (plain, ours_) for rank in outcome["end"]["ranks"]}) == 1
+    check_end(ours_)
+
+
 def test_copies_to_the_places_of_another_rank_are_noticed(ranked):
     """What was never saved at a place is not loaded from it; loads to the wrong blocks change the answers."""
     documents = {"do": "generate", "prompts": [tokens(f"document {i}", 100) for i in range(4)]}
