@@ -37,6 +37,7 @@ from tests.adapters.llm_probes import (
     captured_log,
     count_calls,
     environment_of,
+    inspect_models_here,
     set_random_weights,
     share_models,
     simulated_hbm,
@@ -502,6 +503,7 @@ def main() -> None:
 
     cpu_shim.install()
     share_models()
+    inspect_models_here()
     with tempfile.TemporaryDirectory() as models:
         for name, config in MODELS.items():
             Path(models, name).mkdir()
