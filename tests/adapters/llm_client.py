@@ -68,6 +68,9 @@ class Process:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TPU_SKIP_MDS_QUERY": "1",
+            # One program of the model for all steps, not one for each power of two from 16 tokens on; `test_serve` has
+            # those.
+            "MIN_TOKEN_BUCKET": "64",
             # Every engine compiles the same programs: cache all of them, even small ones.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "-1",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -37,6 +37,7 @@ from tests.adapters.llm_probes import (
     captured_log,
     count_calls,
     environment_of,
+    inspect_models_here,
     set_random_weights,
     share_models,
     simulated_hbm,
@@ -525,6 +526,7 @@ def main() -> None:
 
     cpu_shim.install()
     share_models()
+    inspect_models_here()
     from tests.adapters.rank_runs import install_probes
 
     install_probes()

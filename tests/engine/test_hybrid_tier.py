@@ -24,9 +24,9 @@ from tpu_offload import ConfigError, JobKind, OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.engine.offloading import Seams
 
-TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=48, max_num_seqs=3)
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=48)
 # No spare blocks: some running requests are soon preempted.
-CROWDED = dataclasses.replace(TIGHT, num_blocks=56, max_num_seqs=4, num_spare_blocks=0)
+CROWDED = dataclasses.replace(TIGHT, num_spare_blocks=0)
 
 
 def make_offload(**changes: Any) -> OffloadConfig:

@@ -21,9 +21,9 @@ from tests.engine.helpers import (
 from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
-TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28)
 # No spare blocks: some running requests are soon preempted.
-CROWDED = dataclasses.replace(TIGHT, num_blocks=30, max_num_seqs=4, num_spare_blocks=0)
+CROWDED = dataclasses.replace(TIGHT, num_spare_blocks=0)
 EVENTS = ("compute", "eviction", "preemption")
 MODES = [",".join(events) for n in (1, 2, 3) for events in itertools.combinations(EVENTS, n)]
 
