@@ -1,5 +1,6 @@
 """Messages between processes: plans and reports by pickle, statistics in vLLM's own encoding."""
 
+import dataclasses
 import pickle
 
 import msgspec
@@ -8,7 +9,8 @@ import pytest
 from tests.adapters.scheduler_stack import make_stack, save_prompt
 from tests.jobs import copy_job
 from tpu_offload import JobResult, JobState, KVLayout, LayerGroup, LayerGroupKind, StepPlan, StepReport
-from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, PlanMessages, ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.types import JobKind
 
 pytestmark = pytest.mark.vllm
@@ -52,6 +54,24 @@ def test_reports_add_up_in_any_order_and_keep_the_layout():
     second = ReportMessages({"a": ReportMessage(REPORTS[1:]), "b": ReportMessage(REPORTS)})
     assert first.aggregate(second).of_schedulers == {"a": ReportMessage(REPORTS, layout), "b": ReportMessage(REPORTS)}
     assert second.aggregate(first).of_schedulers["a"] == ReportMessage(REPORTS[::-1], layout)
+
+
+def test_the_messages_of_ranks_are_merged_and_reports_split():
+    plan = StepPlan(step_id=1, jobs=(LOAD,), next_job_id=8)
+    known = KnownTokens("request", 3, (5,))
+    messages = [
+        PlanMessage(StepPlan(step_id=1), idle=True, tainted=frozenset({"bad"})),
+        PlanMessage(plan, idle=False, known_tokens=(known,), background_job_ids=frozenset({7})),
+    ]
+    ranks = RankMessages(2)
+    merged = ranks.merge(messages)
+    (job,) = merged.plan.jobs
+    assert (job.rank, merged.background_job_ids) == (1, {job.job_id})
+    assert (merged.idle, merged.known_tokens, merged.tainted) == (False, (known,), {"bad"})
+    report = dataclasses.replace(REPORTS[0], results=(dataclasses.replace(REPORTS[0].results[0], job_id=job.job_id),))
+    first, second = ranks.split([report])
+    assert (first[0].results, second[0].results) == ((), REPORTS[0].results)
+    assert ranks.split([]) == [(), ()]
 
 
 def test_statistics_survive_serialization_to_the_frontend():

@@ -27,6 +27,7 @@ class RankMessages:
     """
 
     def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._plans = RankPlans(num_ranks)
 
     def merge(self, messages: Sequence[PlanMessage]) -> PlanMessage:
@@ -53,7 +54,8 @@ class RankMessages:
 
     def split(self, reports: Iterable[StepReport]) -> list[tuple[StepReport, ...]]:
         """The reports for each rank."""
-        return list(zip(*map(self._plans.split, reports), strict=True))
+        of_ranks = [self._plans.split(report) for report in reports]
+        return [tuple(of_rank[rank] for of_rank in of_ranks) for rank in range(self._num_ranks)]
 
 
 def count_host_tokens_in_routing(manager: "KVCacheManager", num_host_tokens: Callable[[Any, int], int]) -> None:
