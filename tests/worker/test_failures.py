@@ -1,5 +1,6 @@
 """Whatever goes wrong in a copy ends as a failed result, and spoils nothing else."""
 
+import contextlib
 import time
 
 import jax
@@ -283,7 +284,9 @@ def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     assert engine.worker.poll().oldest_job_id == 10
 
 
-def test_new_caches_are_like_the_old_ones():
+@pytest.mark.parametrize("in_mesh", [False, True])
+def test_new_caches_are_like_the_old_ones(in_mesh):
+    """Also in the mesh that an engine has set, in which jax refuses programs of one device."""
     devices = jax.devices()
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
@@ -294,7 +297,8 @@ def test_new_caches_are_like_the_old_ones():
     ]
     old[1].delete()
     shapes = [(cache.shape, cache.dtype, cache.sharding) for cache in old]
-    new = renew(old)
+    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        new = renew(old)
     assert all(cache.is_deleted() for cache in old)
     assert [(cache.shape, cache.dtype, cache.sharding) for cache in new] == shapes
     assert all(not np.asarray(cache).any() for cache in new)
