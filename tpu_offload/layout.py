@@ -125,6 +125,7 @@ class KVLayout:
       model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
       null_block: what block tables of groups with windows or states have where the request holds no block; None if they
         never have such entries.
+      stages: with pipeline parallelism, the layout of each stage's caches, see `of_stages`; else empty.
     """
 
     block_size: int
@@ -134,6 +135,7 @@ class KVLayout:
     model: str = ""
     null_block: int | None = None
     num_ranks: int = 1
+    stages: tuple["KVLayout", ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_shards", "num_local_devices", "num_ranks"):
@@ -236,6 +238,40 @@ class KVLayout:
             num_ranks=num_ranks,
         )
 
+    @classmethod
+    def of_stages(cls, stages: Sequence["KVLayout"]) -> "KVLayout":
+        """Describes the caches of a model whose layers are divided among pipeline stages, each with its own worker.
+
+        A block consists of the pages of all stages. Its bytes per device and per host are those of the stage with the
+        most: a number of blocks for which that stage has room is one for which each has.
+
+        Args:
+          stages: the layout of each worker's caches, by worker id.
+        Raises:
+          LayoutError: no stages, stages with different block sizes or models, or with layers that do not all have full
+            attention.
+        """
+        stages = tuple(stages)
+        if not stages:
+            raise LayoutError("got no pipeline stages; expected the layout of at least one")
+        if len({(stage.block_size, stage.model) for stage in stages}) > 1:
+            found = [(stage.block_size, stage.model) for stage in stages]
+            raise LayoutError(f"pipeline stages with the block sizes and models {found}; expected one of each")
+        kinds = [group.kind for stage in stages for group in stage.groups]
+        if kinds != [LayerGroupKind.FULL_ATTENTION] * len(stages):
+            raise LayoutError(
+                f"pipeline stages with the layer groups {', '.join(kind.value for kind in kinds)}; expected one with "
+                "full attention in each: run this model without pipeline parallelism or without offloading"
+            )
+        pages, num_layers = [], 0
+        for stage in stages:
+            for of_stage in stage.groups[0].page_groups:
+                layer_ids = tuple(num_layers + i for i in of_stage.layer_ids)
+                pages.append(dataclasses.replace(of_stage, layer_ids=layer_ids))
+            num_layers += len(stage.groups[0].layer_ids)
+        group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(pages))
+        return dataclasses.replace(stages[0], groups=(group,), stages=stages)
+
     def check_tier(self) -> None:
         """Raises LayoutError unless the host tier supports this layout."""
         first, others = self.groups[0], self.groups[1:]
@@ -293,11 +329,15 @@ class KVLayout:
     @property
     def block_nbytes_per_device(self) -> int:
         """Bytes of HBM that one block takes on each device."""
+        if self.stages:
+            return max(stage.block_nbytes_per_device for stage in self.stages)
         return self.block_nbytes // self.num_shards
 
     @property
     def block_nbytes_per_host(self) -> int:
         """Bytes of host memory that one block takes in this process, of each rank: one shard per local device."""
+        if self.stages:
+            return max(stage.block_nbytes_per_host for stage in self.stages)
         return self.block_nbytes_per_device * self.num_local_devices
 
     def fingerprint(self) -> bytes:
@@ -310,7 +350,8 @@ class KVLayout:
             (group.kind.value, group.window, [(p.layer_ids, p.page_shape, p.dtype) for p in group.page_groups])
             for group in self.groups
         ]
-        text = repr(("tpu_offload-layout-3", self.model, self.block_size, groups))
+        stages = [stage.fingerprint().hex() for stage in self.stages]
+        text = repr(("tpu_offload-layout-4", self.model, self.block_size, groups, stages))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

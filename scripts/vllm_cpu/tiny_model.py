@@ -15,34 +15,35 @@ import numpy as np
 
 NUM_WORDS = 1024  # tokens 0 to 2 are special, token 17 is the word "w17"
 EOS = 2
-_HIDDEN, _INTERMEDIATE, _LAYERS, _HEADS, _HEAD_DIM = 256, 512, 2, 2, 128
+_HIDDEN, _INTERMEDIATE, _HEADS, _HEAD_DIM = 256, 512, 2, 128
 _SCALE = 0.12  # vLLM's is 0.02
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, *, num_layers: int = 2) -> None:
     """Writes the model in Hugging Face format, in bfloat16; deterministic."""
     folder.mkdir(parents=True, exist_ok=True)
     random, end = np.random.default_rng(0), 0
     header: dict[str, object] = {}
     tensors: list[bytes] = []
-    for name, shape in _shapes().items():
+    for name, shape in _shapes(num_layers).items():
         values = np.ones(shape) if len(shape) == 1 else _SCALE * random.standard_normal(shape)
         tensors.append(values.astype(ml_dtypes.bfloat16).tobytes())
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + len(tensors[-1])]}
     # safetensors: the length of a JSON header, the header, the bytes of the tensors.
     head = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(b"".join([len(head).to_bytes(8, "little"), head, *tensors]))
-    for name, content in (("config", _CONFIG), ("tokenizer", _tokenizer()), ("tokenizer_config", _TOKENIZER_CONFIG)):
+    config = _CONFIG | {"num_hidden_layers": num_layers, "max_window_layers": num_layers}
+    for name, content in (("config", config), ("tokenizer", _tokenizer()), ("tokenizer_config", _TOKENIZER_CONFIG)):
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": _HIDDEN,
-    "intermediate_size": _INTERMEDIATE, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,
+    "intermediate_size": _INTERMEDIATE, "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS, "head_dim": _HEAD_DIM, "vocab_size": NUM_WORDS, "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "bos_token_id": 1,
     "eos_token_id": EOS, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "tie_word_embeddings": False, "use_sliding_window": False, "max_window_layers": _LAYERS,
+    "tie_word_embeddings": False, "use_sliding_window": False,
 }  # fmt: skip
 _TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>",
@@ -50,9 +51,9 @@ _TOKENIZER_CONFIG = {
 }  # fmt: skip
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(num_layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (NUM_WORDS, _HIDDEN)}
-    for layer in range(_LAYERS):
+    for layer in range(num_layers):
         at = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{at}{norm}.weight"] = (_HIDDEN,)

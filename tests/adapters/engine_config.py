@@ -52,6 +52,7 @@ def make_config(
     policy: str = "recompute",
     events: bool = False,
     num_rows: int = 0,
+    num_stages: int = 1,
     **settings,
 ) -> VllmConfig:
     cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=0.9, enable_prefix_caching=prefix_caching)
@@ -82,6 +83,7 @@ def make_config(
         ),
     )
     config.scheduler_config.async_scheduling = async_scheduling  # vLLM turns it off on CPUs
+    config.parallel_config.pipeline_parallel_size = num_stages  # vLLM refuses it on CPUs
     config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before it makes connectors
     config.cache_config.num_gpu_blocks = num_blocks
     if num_rows:

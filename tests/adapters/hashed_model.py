@@ -6,8 +6,10 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tpu_inference.models.jax.jax_intermediate_tensor import JaxIntermediateTensors
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 BLOCK_SIZE = 8
 NUM_LAYERS = 2
@@ -91,18 +93,32 @@ class Runner:
 
     As in tpu-inference, a layer with a state has a tuple of arrays. A pass reads the state of a request in the row of
     its last computed token, and writes it in that of its last token.
+
+    A pipeline stage has some of the layers. Like tpu-inference's it drops the connector's output of a step, unless it
+    is the last stage.
     """
 
-    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, *, process_index: int) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_config: KVCacheConfig,
+        *,
+        process_index: int,
+        num_layers: int = NUM_LAYERS,
+        stage: int = 0,
+        num_stages: int = 1,
+    ) -> None:
         self.vllm_config = config
         self.kv_cache_config = kv_config
         self.num_blocks = num_blocks = kv_config.num_blocks
-        self.rank = 0  # on every host
+        self.rank = stage  # 0 on every host
+        self.is_last_rank = stage == num_stages - 1
         self.process_index = process_index
+        self.num_layers = num_layers
         self.devices = [jax.devices()[0]]
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         self.kv_caches = [
-            jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
+            jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(num_layers)
         ]
         groups = kv_config.kv_cache_groups
         self.full_group = len(groups) - 1
@@ -110,13 +126,24 @@ class Runner:
         for _ in range(self.full_group):
             arrays = [np.full((self.num_rows, *shape), -7, np.int8) for shape in STATE_SHAPES]
             self.kv_caches.append(tuple(jax.device_put(array, sharding) for array in arrays))
-        self.layer_name_to_kvcache_index = {f"layer{i}": i for i in range(NUM_LAYERS)}
-        self.layer_name_to_kvcache_index |= {f"state{i}": NUM_LAYERS + i for i in range(NUM_STATES)}
+        self.layer_name_to_kvcache_index = {f"layer{i}": i for i in range(num_layers)}
+        self.layer_name_to_kvcache_index |= {f"state{i}": num_layers + i for i in range(NUM_STATES)}
         self.tables: dict[str, list[int]] = {}
         self.row_tables: dict[str, list[int]] = {}
         self.requests: dict[str, object] = {}
         self.input_batch = InputBatch()
         self.num_checked = 0
+
+    def execute_model(self, kv_output):
+        activations = JaxIntermediateTensors({})
+        activations.kv_connector_output = kv_output
+        return None if self.is_last_rank else activations
+
+    def sample_tokens(self, sampled: ModelRunnerOutput) -> ModelRunnerOutput:
+        return sampled if self.is_last_rank else EMPTY_MODEL_RUNNER_OUTPUT
+
+    def get_intermediate_tensor_spec(self, scheduler_output):
+        return {"hidden_states": scheduler_output.total_num_scheduled_tokens}
 
     def update_tables(self, output) -> None:
         for tables, group in ((self.tables, self.full_group), *([(self.row_tables, 0)] if self.full_group else [])):
@@ -132,7 +159,7 @@ class Runner:
     def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
         """Whether the KV that attention reads for the first tokens is right."""
         table, ok = self.tables[request_id], True
-        for layer, cache in enumerate(self.kv_caches[:NUM_LAYERS]):
+        for layer, cache in enumerate(self.kv_caches[: self.num_layers]):
             pages = np.array(cache)
             for position in range(num_tokens):
                 found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
@@ -145,7 +172,7 @@ class Runner:
         ok = True
         if num_tokens:
             row = self.row_tables[request_id][(num_tokens - 1) // BLOCK_SIZE]
-            for layer, arrays in enumerate(self.kv_caches[NUM_LAYERS:]):
+            for layer, arrays in enumerate(self.kv_caches[self.num_layers :]):
                 for array in arrays:
                     expected = state_of(prefix.digests[num_tokens - 1], self.process_index, layer, array.shape[1:])
                     ok &= bool((np.array(array[row]) == expected).all())
@@ -156,7 +183,7 @@ class Runner:
         names = list(inputs)
         for start in range(0, len(names), _ROWS):
             rows = np.full(_ROWS, self.num_rows, np.int32)
-            for layer, arrays in enumerate(self.kv_caches[NUM_LAYERS:]):
+            for layer, arrays in enumerate(self.kv_caches[self.num_layers :]):
                 values = [np.zeros((_ROWS, *shape), np.int8) for shape in STATE_SHAPES]
                 for i, name in enumerate(names[start : start + _ROWS]):
                     prefix = inputs[name]
@@ -164,7 +191,7 @@ class Runner:
                     for value, shape in zip(values, STATE_SHAPES, strict=True):
                         value[i] = state_of(prefix.digests[-1], self.process_index, layer, shape)
                 written = _write_states(list(arrays), rows, [jnp.asarray(v) for v in values])
-                self.kv_caches[NUM_LAYERS + layer] = tuple(written)
+                self.kv_caches[self.num_layers + layer] = tuple(written)
 
     def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], wrong: set[str]) -> None:
         """Writes the KV that a step computes, from each request's start on."""
@@ -182,10 +209,10 @@ class Runner:
         for start in range(0, len(rows), _ROWS):
             part = rows[start : start + _ROWS]
             block_ids, offsets = np.full(_ROWS, self.num_blocks, np.int32), np.zeros(_ROWS, np.int32)
-            values = [np.zeros((_ROWS, *PAGE_SHAPE[1:]), np.int8) for _ in range(NUM_LAYERS)]
+            values = [np.zeros((_ROWS, *PAGE_SHAPE[1:]), np.int8) for _ in range(self.num_layers)]
             for i, (block_id, offset, digest) in enumerate(part):
                 block_ids[i], offsets[i] = block_id, offset
-                for layer in range(NUM_LAYERS):
+                for layer in range(self.num_layers):
                     values[layer][i] = kv_of(digest, self.process_index, layer)
-            written = _write(self.kv_caches[:NUM_LAYERS], block_ids, offsets, [jnp.asarray(v) for v in values])
-            self.kv_caches[:NUM_LAYERS] = written
+            written = _write(self.kv_caches[: self.num_layers], block_ids, offsets, [jnp.asarray(v) for v in values])
+            self.kv_caches[: self.num_layers] = written

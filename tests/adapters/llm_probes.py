@@ -6,6 +6,8 @@ import logging
 import os
 from typing import Any
 
+from tests.inside import tier_groups
+
 
 def count_calls(owner: Any, name: str) -> list[None]:
     """A list with an entry for each call. It must not refer to `EngineRun`, or the engine would never be collected."""
@@ -74,6 +76,56 @@ class FedTokens:
             ]
         self._hashed.clear()
         return self._wrong
+
+
+def shuffle_host_memory(worker: Any, group: int | None = None) -> None:
+    """Moves the contents of every block in the host pool, of a page group or of all, to the next one."""
+    import jax
+    import numpy as np
+
+    groups = tier_groups(worker)
+    for copies in groups if group is None else [groups[group]]:
+        pool = copies.memory.arena
+        pool.wait_until_allocated()
+        for i, segment in enumerate(pool._segments):
+            moved = [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment]
+            pool.replace(i, moved)
+
+
+def break_loads(worker: Any, times: int, method: str = "load", group: int = 0) -> None:
+    """Has the next loads fail, in this method of the copier of a page group."""
+    from tpu_offload.types import Direction
+
+    copier, left = tier_groups(worker)[group].copiers[Direction.LOAD], [times]
+    load = getattr(copier, method)
+
+    def fail(*args: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("made to fail")
+        return load(*args)
+
+    setattr(copier, method, fail)
+
+
+def lose_caches(worker: Any, skip: list[int], method: str = "load", group: int = 0) -> None:
+    """Has loads of a page group destroy the KV caches: one after each of these numbers of other loads."""
+    from tpu_offload.types import Direction
+
+    copier, left = tier_groups(worker)[group].copiers[Direction.LOAD], list(skip)
+    load = getattr(copier, method)
+
+    def fail(*args: Any) -> Any:
+        if not left:
+            return load(*args)
+        left[0] -= 1
+        if left[0] >= 0:
+            return load(*args)
+        del left[0]
+        args[-1][0].delete()
+        raise RuntimeError("made to fail")
+
+    setattr(copier, method, fail)
 
 
 class EventRecorder:

@@ -7,7 +7,7 @@ vLLM takes most of a minute and a run some seconds, so a test sends its runs to 
 
 A run:
 
-    model       one of MODELS; without it, qwen3
+    model       one of MODELS, or "tiny", of three layers and with weights on disk; without it, qwen3
     engine      arguments of `LLM` over `ENGINE`
     connector   null, or arguments of `KVTransferConfig` over those of our connector
     env         TPU_OFFLOAD_* of this run
@@ -34,12 +34,15 @@ from typing import Any
 from tests.adapters.llm_probes import (
     EventRecorder,
     FedTokens,
+    break_loads,
     captured_log,
     count_calls,
     environment_of,
     inspect_models_here,
+    lose_caches,
     set_random_weights,
     share_models,
+    shuffle_host_memory,
     simulated_hbm,
 )
 from tests.inside import tier_groups
@@ -256,9 +259,24 @@ class EngineRun:
 
     def state(self) -> dict[str, Any]:
         """The state of the engine and of the connector."""
-        state = state_of(self._scheduler)
-        state |= {"num_preemptions": len(self._preempted), "wrong_tokens": self._fed_tokens.wrong()}
-        return state | (state_of_worker(self.worker) if self.connector is not None else {})
+        state = state_of(self._scheduler) | {"num_preemptions": len(self._preempted)}
+        return state | self._worker_state()
+
+    def _worker_state(self) -> dict[str, Any]:
+        wrong = {"wrong_tokens": self._fed_tokens.wrong()}
+        return wrong | (state_of_worker(self.worker) if self.connector is not None else {})
+
+    def owned(self) -> list[weakref.ref[Any]]:
+        """Objects that are to be freed with the engine."""
+        import jax
+
+        owned = [weakref.ref(self.runner), weakref.ref(jax.tree.leaves(self.runner.kv_caches)[0])]
+        if self.connector is not None:
+            owned.append(weakref.ref(tier_groups(self.worker)[0].memory.arena))
+        return owned
+
+    def close(self) -> None:
+        """Called before the engine is released."""
 
     def kv_layout(self) -> dict[str, Any]:
         """KV cache groups as the scheduler has them, and the arrays of the worker."""
@@ -308,50 +326,15 @@ class EngineRun:
 
     def shuffle_host_memory(self, group: int | None = None) -> None:
         """Moves the contents of every block in the host pool, of a page group or of all, to the next one."""
-        import jax
-        import numpy as np
-
-        groups = tier_groups(self.worker)
-        for copies in groups if group is None else [groups[group]]:
-            pool = copies.memory.arena
-            pool.wait_until_allocated()
-            for i, segment in enumerate(pool._segments):
-                moved = [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment]
-                pool.replace(i, moved)
+        shuffle_host_memory(self.worker, group)
 
     def break_loads(self, times: int, method: str = "load", group: int = 0) -> None:
         """Has the next loads fail, in this method of the copier of a page group."""
-        from tpu_offload.types import Direction
-
-        copier, left = tier_groups(self.worker)[group].copiers[Direction.LOAD], [times]
-        load = getattr(copier, method)
-
-        def fail(*args: Any) -> Any:
-            if left[0]:
-                left[0] -= 1
-                raise RuntimeError("made to fail")
-            return load(*args)
-
-        setattr(copier, method, fail)
+        break_loads(self.worker, times, method, group)
 
     def lose_caches(self, skip: list[int], method: str = "load", group: int = 0) -> None:
         """Has loads of a page group destroy the KV caches: one after each of these numbers of other loads."""
-        from tpu_offload.types import Direction
-
-        copier, left = tier_groups(self.worker)[group].copiers[Direction.LOAD], list(skip)
-        load = getattr(copier, method)
-
-        def fail(*args: Any) -> Any:
-            if not left:
-                return load(*args)
-            left[0] -= 1
-            if left[0] >= 0:
-                return load(*args)
-            del left[0]
-            args[-1][0].delete()
-            raise RuntimeError("made to fail")
-
-        setattr(copier, method, fail)
+        lose_caches(self.worker, skip, method, group)
 
     def reset(self) -> bool:
         """Empties HBM's prefix cache and the host tier."""
@@ -456,9 +439,12 @@ def _engine(spec: dict[str, Any], model: str) -> Any:
 
 def _run_class(llm: Any) -> type[EngineRun]:
     from tests.adapters.rank_runs import RankedRun
+    from tests.adapters.stage_runs import StageRun
 
-    has_ranks = hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "dp_size")
-    return RankedRun if has_ranks else EngineRun
+    core = llm.llm_engine.engine_core.engine_core
+    if core.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return StageRun
+    return RankedRun if hasattr(core.scheduler, "dp_size") else EngineRun
 
 
 def _one_line(error: BaseException) -> str:
@@ -470,8 +456,6 @@ def _one_line(error: BaseException) -> str:
 
 def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
     """One run from start to end."""
-    import jax
-
     gc.collect()
     with (
         environment_of(spec.get("env", {})),
@@ -490,9 +474,8 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
             getattr(engine_run, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in spec["steps"]
         ]
         outcome["end"] = engine_run.drain()
-        left = [weakref.ref(engine_run.runner), weakref.ref(jax.tree.leaves(engine_run.runner.kv_caches)[0])]
-        if engine_run.connector is not None:
-            left.append(weakref.ref(tier_groups(engine_run.worker)[0].memory.arena))
+        left = engine_run.owned()
+        engine_run.close()
         del engine_run, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}
@@ -523,6 +506,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of vLLM
     import cpu_shim
+    import tiny_model
 
     cpu_shim.install()
     share_models()
@@ -534,6 +518,7 @@ def main() -> None:
         for name, config in MODELS.items():
             Path(models, name).mkdir()
             Path(models, name, "config.json").write_text(json.dumps(config))
+        tiny_model.make(Path(models, "tiny"), num_layers=3)
         for number, line in enumerate(sys.stdin):
             try:
                 spec = json.loads(line)

@@ -7,6 +7,7 @@ checks every byte that attention would read.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.adapters.engine_config import EOS, kv_cache_config, make_config
-from tests.adapters.hashed_model import BLOCK_SIZE, VOCABULARY, Prefix, Runner, continued, next_token
+from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
 from tests.inside import tier_group
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
@@ -44,6 +45,7 @@ class Stack:
 
     Args:
       num_workers: each has all layers, with contents of its own.
+      num_stages: of a pipeline. Every second one has fewer layers, and there are as many workers.
       guess: for speculative decoding, returns whether the next draft is right.
       num_rows: for states; without any, the model has full attention only.
       retention_interval: at which boundaries vLLM keeps states, see its `prefix_cache_retention_interval`.
@@ -54,17 +56,20 @@ class Stack:
         *,
         num_blocks: int = 24,
         num_workers: int = 1,
+        num_stages: int = 1,
         guess=lambda: True,
         num_rows: int = 0,
         retention_interval: int | None = None,
         **kwargs,
     ) -> None:
         init_none_hash(sha256)
-        self.config = make_config(num_blocks=num_blocks, num_rows=num_rows, **kwargs)
+        self.config = make_config(num_blocks=num_blocks, num_rows=num_rows, num_stages=num_stages, **kwargs)
         self.kv_config = kv_cache_config(num_blocks, num_rows=num_rows, retention_interval=retention_interval)
         self.num_rows = num_rows
         self.num_blocks = num_blocks
         self.is_async = kwargs.get("async_scheduling", False)
+        self.num_stages = num_stages
+        self.num_ahead = self.config.max_concurrent_batches - 1  # steps that are scheduled before the first ends
         self.guess = guess
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda config: num_workers)
@@ -81,15 +86,27 @@ class Stack:
             )
         self.connectors = [
             KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
-            for _ in range(num_workers)
+            for _ in range(max(num_workers, num_stages))
         ]
         self.runners = [Runner(self.config, self.kv_config, process_index=i) for i in range(num_workers)]
+        if num_stages > 1:
+            self.runners = [
+                Runner(
+                    self.config,
+                    self.kv_config,
+                    process_index=i,
+                    num_layers=NUM_LAYERS - i % 2,
+                    stage=i,
+                    num_stages=num_stages,
+                )
+                for i in range(num_stages)
+            ]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, 4 * GB) for _ in devices])
             for connector, runner in zip(self.connectors, self.runners, strict=True):
                 patch.setattr(worker_side, "_process_index", lambda runner=runner: runner.process_index)
                 connector.register_runner(runner)
-        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.runners))
         for worker in self.workers:
             worker.wait_until_allocated()
         self.requests: dict[str, Request] = {}
@@ -98,8 +115,9 @@ class Stack:
         self.in_flight: list[Any] = []
         self.num_steps = 0
         self.num_wrong = 0
-        self._wrong_before: set[str] = set()
-        self._invalid_before: set[int] = set()
+        # Of the steps that began before the last report arrived: requests that were wrong, and invalid blocks.
+        self._wrong_before: deque[set[str]] = deque(maxlen=self.num_ahead)
+        self._invalid_before: deque[set[int]] = deque(maxlen=self.num_ahead)
         self._ends_before: dict[str, int] = {}
         self.events: list[Any] = []
         self.tamper = lambda outputs: outputs
@@ -154,10 +172,10 @@ class Stack:
         return continued(prompt, len(prompt) + 64)
 
     def step(self) -> None:
-        """One step. With async scheduling, schedules a step and ends the one before."""
+        """One step. With async scheduling or stages, schedules a step and ends an earlier one."""
         self.begin_step()
         self.meanwhile()
-        if self.in_flight and (len(self.in_flight) > self.is_async or not self.scheduler.has_requests()):
+        if self.in_flight and (len(self.in_flight) > self.num_ahead or not self.scheduler.has_requests()):
             self.end_step()
         self.num_steps += 1
 
@@ -242,7 +260,7 @@ class Stack:
             # Failed synchronous loads are known when the pass begins.
             invalid = set().union(*(connector.worker_side._invalid_block_ids for connector in self.connectors))
             sampled = self._forward(output, invalid)
-        self._invalid_before = set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs))
+        self._invalid_before.append(set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs)))
         results = [
             ModelRunnerOutput(
                 req_ids=ids,
@@ -255,13 +273,17 @@ class Stack:
             )
             for kv_output in kv_outputs
         ]
-        return self.aggregator.aggregate(self.tamper(results))
+        if self.num_stages > 1 and ids:
+            for i, (runner, kv_output) in enumerate(zip(self.runners, kv_outputs, strict=True)):
+                runner.execute_model(kv_output)
+                results[i] = runner.sample_tokens(results[i])
+        return self.aggregator.aggregate(self.tamper(results), output_rank=len(results) - 1)
 
     def _forward(self, output, invalid: set[int]) -> dict[str, list[int]]:
         """The pass on all workers. A request that reads wrong KV computes wrong KV and samples wrong tokens.
 
         This is allowed only for requests that compute on blocks reported as invalid with this step, and in the next
-        step if that was scheduled before the report arrived.
+        steps that were scheduled before the report arrived.
         """
         num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -270,8 +292,8 @@ class Stack:
         may_be_wrong = {
             request_id
             for request_id in output.num_scheduled_tokens
-            if self._holds(request_id, invalid)
-            or (self.is_async and (request_id in self._wrong_before or self._holds(request_id, self._invalid_before)))
+            if self._holds(request_id, set().union(invalid, *self._invalid_before))
+            or any(request_id in wrong for wrong in self._wrong_before)
         }
         inputs = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -306,7 +328,7 @@ class Stack:
                 break
             wrong |= now_wrong
         self.num_wrong += len(wrong)
-        self._wrong_before = wrong
+        self._wrong_before.append(wrong)
         return {
             request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in wrong)
             for request_id in output.num_scheduled_tokens

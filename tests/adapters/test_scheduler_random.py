@@ -60,12 +60,14 @@ class RandomRun:
         self.rng = rng = random.Random(seed)
         self.mode = mode
         is_async = mode in ("async", "sync and async", "states and async")
+        has_stages = mode in ("stages", "stages and sync")
         has_states = mode in ("states", "states and async")
         paths = rng.choice(["direct", "direct", "staged"])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1])
         self.stack = Stack(
             num_blocks=rng.choice([12, 12, 16] if has_states else [12, 16, 24]),
-            num_workers=rng.choice([1, 1, 2]),
+            num_workers=1 if has_stages else rng.choice([1, 1, 2]),
+            num_stages=rng.choice([2, 2, 3, 4]) if has_stages else 1,
             async_scheduling=is_async,
             prefix_caching=has_states or rng.random() < 0.5,
             num_spec_tokens=3 if mode == "speculative" else 0,
@@ -79,7 +81,7 @@ class RandomRun:
             decode_save=rng.random() < 0.5,
             save_path=paths,
             load_path=rng.choice([paths, "direct"]),
-            sync_load=mode in ("sync", "sync and async"),
+            sync_load=mode in ("sync", "sync and async", "stages and sync"),
             max_load_gb_per_step=rng.choice([1.0, 1.0, 2.5 * BLOCK_NBYTES / 2**30]),
             save_wait_s=rng.choice([0.0, 0.5]),
             num_rows=rng.choice([4, 6, 14]) if has_states else 0,
@@ -140,7 +142,9 @@ class RandomRun:
 
 
 # "sync" refers to loads, "async" to scheduling.
-_loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0}
+_loads = {
+    "plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0, "stages": 0, "stages and sync": 0,
+}  # fmt: skip
 _losses = dict.fromkeys(_loads, 0)
 _state_loads = {"states": 0, "states and async": 0}
 _settings = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -57,7 +57,7 @@ from tpu_offload.core.validate import (
     check_scheduled,
     check_scheduler,
 )
-from tpu_offload.core.workers import Workers, expected_setup
+from tpu_offload.core.workers import Workers, expected_setups
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
@@ -71,8 +71,8 @@ class OffloadScheduler:
 
     Args:
       config: the settings. With a size of zero nothing is ever matched or saved.
-      layout: what a block is made of.
-      num_workers: workers that report each step; a job ends when all have reported it.
+      layout: what a block is made of; with pipeline stages, `KVLayout.of_stages`.
+      num_workers: workers that report each step, one for each stage; a job ends when all have reported it.
       policy: makes an eviction policy of the host tier for each priority in use; by default the one in the settings.
       save_policy: what is saved, and when; likewise.
       clock: monotonic seconds.
@@ -113,7 +113,7 @@ class OffloadScheduler:
         self._transfers.on_saved(self._storage.offer)
         self._swap = RequestSwap(context)
         self._workers = Workers(
-            num_workers, expected=expected_setup(config, layout), clock=clock, warn_after_s=config.job_timeout_s
+            expected=expected_setups(config, layout, num_workers), clock=clock, warn_after_s=config.job_timeout_s
         )
         self._report_handler = ReportHandler(
             context,

@@ -25,7 +25,7 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
     Raises:
       ConfigError: one has another type, or there is no worker.
       LayoutError: the host tier is on and does not support the layout.
-      ConfigError: a setting does not support its sliding-window groups or states.
+      ConfigError: a setting does not support its sliding-window groups, states or pipeline stages.
     """
     for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
         if not isinstance(given, kind):
@@ -33,6 +33,12 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
     count = as_count(num_workers, least=1)
     if count is None:
         raise ConfigError(f"num_workers={one_line(num_workers)}; expected at least 1")
+    if layout.stages and len(layout.stages) != count:
+        raise ConfigError(f"num_workers={count} for {len(layout.stages)} pipeline stages; expected one for each")
+    if layout.stages and config.swap_gb != 0:
+        raise ConfigError(
+            f"{env_name('swap_gb')}={config.swap_gb}: request swap does not support pipeline stages; set it to 0"
+        )
     if config.enabled:
         layout.check_tier()
         if layout.window_groups or layout.state_group is not None:

@@ -6,7 +6,7 @@ before anything else of the report is applied.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from tpu_offload.config import OffloadConfig
@@ -37,8 +37,12 @@ _SAME_AS_SCHEDULER = {
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
 
 
-def expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
-    """For each field in `_SAME_AS_SCHEDULER`, the value that every worker's setup must have."""
+def expected_setups(config: OffloadConfig, layout: KVLayout, num_workers: int) -> tuple[dict[str, Any], ...]:
+    """Per worker, for each field in `_SAME_AS_SCHEDULER`, the value that its setup must have."""
+    return tuple(_expected_setup(config, of_worker) for of_worker in layout.stages or (layout,) * num_workers)
+
+
+def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
     return {
         "fingerprint": layout.fingerprint().hex(),
         "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
@@ -55,16 +59,15 @@ class Workers:
     """The workers of one scheduler.
 
     Args:
-      num_workers: how many report each step.
-      expected: what `expected_setup` returns.
+      expected: what `expected_setups` returns: an entry for each worker that reports each step.
       clock: monotonic seconds.
       warn_after_s: a warning names the workers that have not reported within this time.
     """
 
     def __init__(
-        self, num_workers: int, *, expected: Mapping[str, Any], clock: Callable[[], float], warn_after_s: float
+        self, *, expected: Sequence[Mapping[str, Any]], clock: Callable[[], float], warn_after_s: float
     ) -> None:
-        self._num_workers = num_workers
+        self._num_workers = num_workers = len(expected)
         self._expected = expected
         self._setups: dict[int, WorkerSetup] = {}
         self._epochs = ((0, 0),) * num_workers
@@ -135,9 +138,10 @@ class Workers:
         )
 
     def _check_same(self, worker_id: int, setup: WorkerSetup) -> None:
+        expected = self._expected[worker_id]
         for field, how in _SAME_AS_SCHEDULER.items():
-            if getattr(setup, field) != self._expected[field]:
-                raise _mismatch(worker_id, setup, field, "the scheduler", self._expected[field], how)
+            if getattr(setup, field) != expected[field]:
+                raise _mismatch(worker_id, setup, field, "the scheduler", expected[field], how)
         for other_id, other in self._setups.items():
             if other_id == worker_id:
                 continue

@@ -54,6 +54,7 @@ from tpu_offload.adapters.vllm.settings import (
     count_ranks,
     count_workers,
     group_order,
+    num_stages,
     read_config,
     state_groups,
     warn_if_failed_loads_end_requests,
@@ -98,7 +99,8 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 config,
                 block_size=vllm_config.cache_config.block_size,
-                num_workers=count_workers(vllm_config),
+                num_workers=count_workers(vllm_config) * num_stages(vllm_config),
+                num_stages=num_stages(vllm_config),
                 group_order=group_order(kv_cache_config),
                 state_groups=state_groups(kv_cache_config),
                 retains_all_states=kv_cache_config.prefix_cache_retention_interval is None,

@@ -72,7 +72,7 @@ class ReportMessage:
 
     Attributes:
       reports: of one or more workers, in no particular order.
-      layout: the layout of the caches, in the first message of each worker.
+      layouts: worker ids with the layouts of their caches, each in the first message of its worker.
       tainted: requests that may have been computed on other tokens than vLLM has, each with its blocks from the first
         tainted one on.
       needs_reset: a load failed after steps had computed on its blocks, so KV that was saved since may be wrong.
@@ -80,7 +80,7 @@ class ReportMessage:
     """
 
     reports: tuple[StepReport, ...]
-    layout: KVLayout | None = None
+    layouts: tuple[tuple[int, KVLayout], ...] = ()
     tainted: tuple[tuple[str, tuple[int, ...]], ...] = ()
     needs_reset: bool = False
     computed_on_invalid: bool = False
@@ -89,7 +89,7 @@ class ReportMessage:
         """One message for two of one step."""
         return ReportMessage(
             self.reports + other.reports,
-            self.layout or other.layout,
+            self.layouts + other.layouts,
             self.tainted + other.tainted,
             self.needs_reset or other.needs_reset,
             self.computed_on_invalid or other.computed_on_invalid,

@@ -32,6 +32,7 @@ from tpu_offload import (
     RequestLimits,
     ScheduledRequest,
     StepPlan,
+    StepReport,
     TierEventKind,
     Update,
 )
@@ -75,6 +76,7 @@ class SchedulerSide:
       config: the settings.
       block_size: tokens in a block.
       num_workers: processes that hold a part of the caches.
+      num_stages: pipeline stages, each with layers of its own in one of these processes.
       group_order: vLLM's KV cache groups in the library's order, of those with states only one, the last.
       state_groups: all that have states.
       retains_all_states: vLLM keeps each state that it computes at a block boundary, not only where it expects a later
@@ -92,6 +94,7 @@ class SchedulerSide:
         *,
         block_size: int,
         num_workers: int,
+        num_stages: int = 1,
         group_order: Sequence[int] = (0,),
         state_groups: Sequence[int] = (),
         retains_all_states: bool = False,
@@ -100,6 +103,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_workers = num_workers
+        self._num_stages = num_stages
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
         self._block_size = block_size
@@ -115,6 +119,8 @@ class SchedulerSide:
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
         # None until the workers have reported the layout, with the first step. Until then the host tier has no memory.
         self._offload: OffloadScheduler | None = None
+        self._layouts: dict[int, KVLayout] = {}  # by worker id
+        self._early_reports: list[StepReport] = []  # from before all stages have reported their layout
         self._num_steps_without_layout = 0
         self._active: dict[str, _ActiveRequest] = {}
         # The active requests that may have something new to save. Most requests only decode, and cost nothing per step.
@@ -237,7 +243,7 @@ class SchedulerSide:
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: returns the plan for the step that it scheduled."""
-        idle = output.total_num_scheduled_tokens == 0
+        idle = not (output.total_num_scheduled_tokens or self._computes_elsewhere())
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         admitted, self._admitted = self._admitted, set()
         for request_id in preempted:
@@ -293,13 +299,17 @@ class SchedulerSide:
             requests = {r: entry.request for r, entry in self._active.items()}
             for tainted_id in (request_id, *self._tainted.propagate(requests, ())):
                 self._stop_saving(tainted_id)
-        if self._offload is None:
-            if message.layout is None:
-                return
-            self._offload = self._make_scheduler(message.layout)
         self._stats_changed = True
         self._computed_on_invalid |= message.computed_on_invalid
-        for report in message.reports:
+        reports = [*self._early_reports, *message.reports]
+        self._early_reports.clear()
+        if self._offload is None:
+            self._layouts.update(message.layouts)
+            if len(self._layouts) < self._num_stages:
+                self._early_reports = reports
+                return
+            self._offload = self._make_scheduler()
+        for report in reports:
             self._apply_update(self._offload.apply(report))
         if message.needs_reset:
             self.reset()
@@ -308,6 +318,10 @@ class SchedulerSide:
         self._transfers += update.transfers
         for failed in update.failed_loads:
             self._reoffer(failed.request_id)
+
+    def _computes_elsewhere(self) -> bool:
+        """Whether stages of the pipeline may be computing earlier steps."""
+        return self._num_stages > 1 and any(entry.request.num_in_flight_tokens for entry in self._active.values())
 
     def _stop_saving(self, request_id: str) -> None:
         """Saves nothing more of a request. A load that it waits for continues, because vLLM waits for it, too."""
@@ -444,7 +458,9 @@ class SchedulerSide:
         self._offering.pop(request_id, None)
         return self._active.pop(request_id, None) is not None
 
-    def _make_scheduler(self, layout: KVLayout) -> OffloadScheduler:
+    def _make_scheduler(self) -> OffloadScheduler:
+        layouts = [self._layouts[worker_id] for worker_id in sorted(self._layouts)]
+        layout = KVLayout.of_stages(layouts) if self._num_stages > 1 else layouts[0]
         if self._config.load_path is not CopyPath.STAGED:  # the staging buffer limits staged loads
             self._max_sync_blocks = self._config.max_load_blocks(layout)
         return OffloadScheduler(

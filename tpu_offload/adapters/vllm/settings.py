@@ -20,8 +20,6 @@ _GB = 2**30
 _MISSING_HOOKS = {SaveEvent.HBM_EVICTION: "prefix-cache eviction", SaveEvent.PREEMPTION: "preemption"}
 _TOKENS_ARE_SPREAD = "blocks are spread over devices by token; set it to 1"
 _UNSUPPORTED_PARALLELISM = {
-    "pipeline_parallel_size": "only the last stage reports to the scheduler, so saves of the others could not be "
-    "tracked; set --pipeline-parallel-size 1",
     "decode_context_parallel_size": _TOKENS_ARE_SPREAD,
     "prefill_context_parallel_size": _TOKENS_ARE_SPREAD,
 }
@@ -29,6 +27,8 @@ _UNSUPPORTED_PARALLELISM = {
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
     """Reads `TPU_OFFLOAD_*` and `kv_connector_extra_config`, which takes precedence, and resolves `sync_load`.
+
+    Pipeline stages are processes on one host: each gets an equal part of what is set for the host.
 
     Raises:
       ConfigError: a setting is invalid, or vLLM's configuration is not supported.
@@ -39,6 +39,12 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     problem = next(_problems(vllm_config, kv_cache_config, config), None)
     if problem is not None:
         raise ConfigError(f"tpu_offload: {problem}")
+    stages = num_stages(vllm_config)
+    if stages > 1:
+        part = {"host_memory_fraction": config.host_memory_fraction / stages}
+        if config.host_gb is not None:
+            part["host_gb"] = config.host_gb / stages
+        config = config.model_copy(update=part)
     if config.sync_load is None and (len(kv_cache_config.kv_cache_groups) > 1 or count_ranks(vllm_config) > 1):
         config = config.model_copy(update={"sync_load": False})
     elif config.sync_load is None:
@@ -89,6 +95,8 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
         )
     yield from _problems_of_parallelism(vllm_config)
     yield from _problems_of_ranks(vllm_config, config)
+    if num_stages(vllm_config) > 1:
+        yield from _problems_of_stages(vllm_config, num_groups=num_groups, config=config)
     additional = vllm_config.additional_config
     if isinstance(additional, dict) and additional.get("enable_continue_decode"):
         yield (
@@ -220,7 +228,44 @@ def count_ranks(vllm_config: "VllmConfig") -> int:
     return int(getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1))
 
 
+def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: OffloadConfig) -> Iterator[str]:
+    given = f"pipeline_parallel_size={num_stages(vllm_config)}"
+    change = "set --pipeline-parallel-size 1"
+    backend = _multihost_backend()
+    if backend:
+        yield f"{given} with TPU_MULTIHOST_BACKEND={backend}: stages on several hosts are not supported; {change}"
+    if count_ranks(vllm_config) > 1:
+        yield f"{given} and {count_ranks(vllm_config)} data-parallel ranks in one engine are not supported; {change}"
+    if num_groups > 1:
+        yield (
+            f"{given} and {num_groups} KV cache groups: stages with sliding windows or states are not supported; "
+            f"{change}, or set --disable-hybrid-kv-cache-manager for a model with sliding windows"
+        )
+    if not config.patch_runner:
+        yield (
+            f"{given} with TPU_OFFLOAD_PATCH_RUNNER=0: tpu-inference 0.32 drops the connector's output of all stages "
+            "but the last; unset it"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        yield (
+            f"{given} with async scheduling: tpu-inference 0.32 does not give the sampled tokens to the first stage; "
+            "set --no-async-scheduling"
+        )
+    if vllm_config.model_config.runner_type == "pooling":
+        yield (
+            f"{given} and a pooling model: vLLM cannot join the connector's outputs of its stages; {change}, or run "
+            "this model without the connector"
+        )
+
+
+def num_stages(vllm_config: "VllmConfig") -> int:
+    """The number of pipeline stages; 1 without pipeline parallelism."""
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return stages
+
+
 def _multihost_backend() -> str:
+    """What joins the hosts of this engine; empty on one host."""
     try:
         from tpu_inference import envs
     except ImportError:  # vLLM's scheduler without tpu-inference, as in tests
@@ -229,7 +274,7 @@ def _multihost_backend() -> str:
 
 
 def count_workers(vllm_config: "VllmConfig") -> int:
-    """The number of processes that hold a part of the caches: one per host under Ray, else one.
+    """The number of processes that hold a part of each block of a pipeline stage: one per host under Ray, else one.
 
     Raises:
       ConfigError: a multi-host backend other than Ray.

@@ -47,10 +47,12 @@ from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
     count_workers,
+    num_stages,
     read_config,
     state_groups,
     windows,
 )
+from tpu_offload.adapters.vllm.stage_outputs import StageOutputs
 from tpu_offload.worker.arrays import renew
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class WorkerSide:
         self._layout: KVLayout | None = None
         self._structure = jax.tree.structure(())  # of the runner's caches
         self._tokens: RunnerTokens | None = None
+        self._stage: StageOutputs | None = None  # only of a pipeline stage
         self._message = PlanMessage(StepPlan(step_id=0), idle=False)
         self._plan = StepPlan(step_id=0)
         self._idle = False
@@ -110,7 +113,9 @@ class WorkerSide:
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = _describe_caches(runner)
-        self._worker_id = _process_index()
+        # With pipeline parallelism each stage is the only process of its JAX cluster.
+        is_stage = num_stages(vllm_config) > 1
+        self._worker_id = runner.rank if is_stage else _process_index()
         worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
         from tpu_inference import utils
 
@@ -132,8 +137,9 @@ class WorkerSide:
             block_size=layout.block_size,
             state_groups=state_groups(runner.kv_cache_config),
         )
-        # With async scheduling the next plan is made before a failure reaches the scheduler.
-        self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
+        self._stage = StageOutputs(runner) if is_stage else None
+        # With async scheduling and pipeline stages, further plans are made before a failure reaches the scheduler.
+        self._num_steps_ahead = vllm_config.max_concurrent_batches - 1
         self._last_invalid_step_id = -1
         self._layout = layout
         self._has_groups = len(layout.groups) > 1
@@ -246,11 +252,12 @@ class WorkerSide:
         if not self._scheduler_ids:  # no plan has come yet
             return None
         reports, self._reports = self._reports, []
-        layout, self._layout = self._layout, None
+        layouts = () if self._layout is None else ((self._worker_id, self._layout),)
+        self._layout = None
         tainted = self._tokens.take_newly_tainted() if self._tokens is not None else ()
         needs_reset, self._needs_reset = self._needs_reset, False
         computed, self._computed_on_invalid = self._computed_on_invalid, False
-        if not (reports or layout or tainted or needs_reset or computed):
+        if not (reports or layouts or tainted or needs_reset or computed):
             return None
         of_ranks = [tuple(reports)]
         if self._ranks is not None:
@@ -259,7 +266,7 @@ class WorkerSide:
             {
                 scheduler_id: ReportMessage(
                     own,
-                    layout,
+                    layouts,
                     tuple((t.request_id, t.block_ids) for t in tainted if t.rank == rank),
                     needs_reset,
                     computed,
@@ -274,6 +281,9 @@ class WorkerSide:
         tokens, self._tokens = self._tokens, None
         if tokens is not None:
             tokens.close()
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.close()
         self._runner = None  # it holds the engine's caches and weights
         if worker is not None:
             worker.close()
@@ -449,5 +459,5 @@ def _places(runner: Any, group: Any) -> set[int]:
 
 
 def _process_index() -> int:
-    """The id of this worker. The runner's rank cannot be used: under Ray, tpu-inference gives every host rank 0."""
+    """The id of a host. The runner's rank cannot be used: under Ray, tpu-inference gives every host rank 0."""
     return jax.process_index()

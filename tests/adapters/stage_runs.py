@@ -1,0 +1,120 @@
+"""Runs of a real `vllm.LLM` with pipeline stages, as in `llm_runs`: this process schedules, each stage has its own.
+
+    python -m tests.adapters.stage_runs <runs.jsonl
+
+As in production the stages are forked, so this process must not use a device.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from tests.adapters.llm_probes import break_loads, count_calls, lose_caches, shuffle_host_memory
+from tests.adapters.llm_runs import EngineRun, main
+
+
+class StageRun(EngineRun):
+    """One engine. Faults are made in one stage."""
+
+    def _take(self, llm: Any) -> None:
+        self._llm = llm
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
+        self._conversations: dict[int, list[int]] = {}
+        self._num_ids = 0
+        self._preempted = count_calls(self._scheduler, "_preempt_request")
+        self._in_stages(_count_transfers)
+
+    def _in_stages(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a function of vLLM's worker in each stage. Returns the results by stage."""
+        results: list[Any] = self._core.model_executor.collective_rpc(function, args=args)
+        return results
+
+    def _worker_state(self) -> dict[str, Any]:
+        stages = self._in_stages(_state_of_stage)
+        return {
+            "wrong_tokens": [],
+            "num_queued_steps": len(self._core.batch_queue),
+            "has_flights": any(stage.pop("has_flights", False) for stage in stages),
+            "stages": stages,
+        }
+
+    def owned(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    # Steps.
+
+    def shuffle_host_memory(self, stage: int) -> None:  # type: ignore[override]
+        self._in_stages(_in_one_stage, stage, shuffle_host_memory)
+
+    def break_loads(self, times: int, stage: int, method: str = "load") -> None:  # type: ignore[override]
+        self._in_stages(_in_one_stage, stage, break_loads, times, method)
+
+    def lose_caches(self, skip: list[int], stage: int, method: str = "load") -> None:  # type: ignore[override]
+        self._in_stages(_in_one_stage, stage, lose_caches, skip, method)
+
+
+# These run in the processes of the stages; `wrapper` is vLLM's wrapper of tpu-inference's worker.
+
+
+def _in_one_stage(wrapper: Any, stage: int, function: Callable[..., Any], *args: Any) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if wrapper.worker.rank == stage:
+        function(get_kv_transfer_group().worker_side.worker, *args)
+
+
+def _count_transfers(wrapper: Any) -> None:
+    """Counts the activations that a stage sends, and that it asks for."""
+    from tpu_inference.distributed.jax_parallel_state import get_pp_group
+
+    group = get_pp_group()
+    wrapper.num_sent = count_calls(group, "send_tensor_dict")
+    wrapper.num_asked, receive = [], group.recv_tensor_dict
+
+    def count(uuid: int, spec: dict[str, Any]) -> Any:
+        if spec:
+            wrapper.num_asked.append(None)
+        return receive(uuid, spec)
+
+    group.recv_tensor_dict = count
+
+
+def _state_of_stage(wrapper: Any) -> dict[str, Any]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    state = {
+        "num_layers": len(wrapper.worker.model_runner.kv_caches),
+        "num_sent": len(wrapper.num_sent),
+        "num_asked": len(wrapper.num_asked),
+    }
+    if has_kv_transfer_group():
+        side = get_kv_transfer_group().worker_side
+        state["has_flights"] = side.worker.has_flights
+        state["num_host_chunks"] = side.worker.num_host_chunks
+        state["num_unreported_loads"] = len(side._unreported_loads)
+    return state
+
+
+def _free_ports() -> int:
+    """A port that is free, as is the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+if __name__ == "__main__":
+    import cpu_shim
+
+    os.environ[cpu_shim.STAGE_PORT] = str(_free_ports())
+    main()

@@ -1,0 +1,108 @@
+"""Pipeline stages in whole vLLM engines: two processes with two layers and one; `stage_runs` runs them.
+
+Each engine serves many steps, because its start takes longer than they do.
+"""
+
+import pytest
+
+from tests.adapters.llm_client import Process, conversations, ours
+from tests.adapters.test_llm import EMPTY_HBM, GENERATE, NO_PREEMPTION, PROMPTS, STAGED, answers, assert_nothing_leaked
+
+pytestmark = pytest.mark.vllm
+
+STAGES = {"pipeline_parallel_size": 2, "load_format": "auto"}
+LONG_ANSWERS = conversations(max_tokens=40)[:1]
+DRIVE = {"do": "drive", "prompts": PROMPTS, "abort": {}}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory, kept_vllm):
+    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings, module="stage_runs")
+    yield child
+    if not child.has_hung:
+        kept_vllm.publish()
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def right(stages):
+    """The answers of two stages without a connector, with HBM for everything: to `GENERATE`, and to conversations."""
+    steps = [GENERATE, *conversations(), *LONG_ANSWERS]
+    outcome = stages.run({"model": "tiny", "engine": STAGES | NO_PREEMPTION, "steps": steps})
+    assert outcome["error"] is None
+    assert outcome["end"]["num_preemptions"] == 0
+    generated, *chats, long = answers(outcome)
+    return {"generate": generated, "chats": chats, "long": long}
+
+
+def run(stages, steps, **settings):
+    outcome = stages.run({"model": "tiny", "engine": STAGES, "connector": ours(**settings), "steps": steps})
+    assert outcome["error"] is None
+    return outcome
+
+
+def assert_stages_are_idle(outcome):
+    """No copy is in flight, and no stage waits for activations that were not sent."""
+    first, second = outcome["end"]["stages"]
+    assert (first["num_layers"], second["num_layers"]) == (2, 1)
+    assert first["num_unreported_loads"] == second["num_unreported_loads"] == 0
+    assert second["num_asked"] == first["num_sent"] > 0
+    assert outcome["end"]["num_queued_steps"] == 0
+
+
+SETUPS = {
+    "synchronous loads": ({}, "load"),
+    "asynchronous loads": ({"sync_load": False}, "load"),
+    "staged": (STAGED, "resume_load"),
+}
+
+
+@pytest.mark.parametrize(("settings", "method"), SETUPS.values(), ids=SETUPS)
+def test_answers_equal_those_without_a_connector(stages, right, settings, method):
+    """Evictions and preemptions, loads that fail or destroy the caches in one stage, resets, aborts."""
+    again = [*EMPTY_HBM, GENERATE]
+    faults = [
+        {"do": "break_loads", "stage": 0, "times": 2, "method": method},
+        {"do": "break_loads", "stage": 1, "times": 2, "method": method},
+        {"do": "lose_caches", "stage": 0, "skip": [0], "method": method},
+        {"do": "lose_caches", "stage": 1, "skip": [1], "method": method},
+    ]
+    waits = {} if not settings else {"0": "WAITING_FOR_REMOTE_KVS"}
+    steps = [
+        *(GENERATE, *again, *conversations(), *LONG_ANSWERS, {"do": "reset"}, GENERATE),
+        *(step for fault in faults for step in (*EMPTY_HBM, fault, GENERATE, *again)),
+        *(*EMPTY_HBM, DRIVE | {"preempt_at": [2, 5]}),
+        *(*EMPTY_HBM, DRIVE | {"abort": waits | {"1": "RUNNING", "5": "WAITING"}}, *again),
+    ]
+    outcome = run(stages, steps, decode_save=True, num_cpu_chunks=120, breaker_retry_s=0.01, **settings)
+    *complete, aborted, last = answers(outcome)
+    generated = right["generate"]
+    assert complete == [generated, generated, *right["chats"], right["long"], *[generated] * 10]
+    assert last == generated
+    assert sorted(outcome["steps"][-4]["aborted"]) == sorted(map(int, waits | {"1": "", "5": ""}))
+    assert all(found == answer[: len(found)] for found, answer in zip(aborted, generated, strict=True))
+
+    assert min(outcome["steps"][3]["cached"]) >= 64
+    assert outcome["end"]["num_preemptions"] > 1
+    assert_nothing_leaked(outcome, failed=True)
+    assert_stages_are_idle(outcome)
+    assert [stage["num_host_chunks"] for stage in outcome["end"]["stages"]] == [120, 120]
+    stats = outcome["end"]["stats"]
+    assert stats["num_evicted_chunks"] > 0
+    assert stats["saved_blocks"] > 0
+    assert stats["loaded_tokens"] > 0
+
+
+def test_each_stage_loads_its_own_layers(stages, right):
+    refilled = [{"do": "drain"}, {"do": "reset"}, GENERATE, *EMPTY_HBM]
+    steps = [step for stage in (0, 1) for step in (*refilled, {"do": "shuffle_host_memory", "stage": stage}, GENERATE)]
+    outcome = run(stages, steps, host_gb=0.01)
+    first, without_stage_0, second, without_stage_1 = answers(outcome)
+    assert first == second == right["generate"]
+    for found in (without_stage_0, without_stage_1):
+        assert all(a != b for a, b in zip(first, found, strict=True))
+    assert_nothing_leaked(outcome)
+    assert_stages_are_idle(outcome)
+    # Half of the host memory is for each stage. Blocks of the first have 32 KiB, those of the second 16.
+    assert outcome["end"]["stats"]["num_host_chunks"] == int(0.005 * 2**30 / 32768)
+    assert outcome["end"]["stages"][1]["num_host_chunks"] == int(0.005 * 2**30 / 16384)
