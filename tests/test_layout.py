@@ -263,3 +263,46 @@ def test_invalid_input_is_refused_with_one_line(caches, settings, error):
         KVLayout.from_caches(caches, **{"block_size": 4, **settings})
     assert error in str(e.value)
     assert len(str(e.value).splitlines()) == 1
+
+
+def stage(num_layers, *, page_shape=(16, 4, 2, 64), **fields):
+    return KVLayout(16, (uniform(layer_ids=tuple(range(num_layers)), page_shape=page_shape),), model="m", **fields)
+
+
+def test_stages_have_the_layers_of_all_and_the_largest_bytes():
+    stages = stage(3), stage(1), stage(2, page_shape=(16, 4, 2, 256))
+    layout = KVLayout.of_stages(stages)
+    assert layout.stages == stages
+    assert layout.groups[0].layer_ids == (0, 1, 2, 3, 4, 5)
+    assert layout.block_nbytes == sum(of_stage.block_nbytes for of_stage in stages)
+    assert layout.block_nbytes_per_device == stages[2].block_nbytes
+    assert layout.block_nbytes_per_host == stages[2].block_nbytes
+    layout.check_tier()
+
+
+def test_fingerprints_of_stages_depend_on_where_the_model_is_divided():
+    layouts = [stage(4), *(KVLayout.of_stages([stage(i), stage(4 - i)]) for i in (1, 2, 3))]
+    layouts.append(KVLayout.of_stages([stage(4)]))
+    assert len({layout.fingerprint() for layout in layouts}) == 5
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "no pipeline stages"),
+        ([stage(2), dataclasses.replace(stage(2), block_size=32)], "block sizes and models .*expected one of each"),
+        ([stage(2), dataclasses.replace(stage(2), model="other")], "block sizes and models .*expected one of each"),
+        (
+            [stage(2), dataclasses.replace(stage(2), groups=(GROUP, GROUP))],
+            "full_attention, full_attention, full_attention; expected one with full attention in each",
+        ),
+        (
+            [KVLayout(16, (LayerGroup.uniform(LayerGroupKind.STATE, (0,), (4, 4), "int8"),), model="m"), stage(2)],
+            "state, full_attention; expected one with full attention in each",
+        ),
+    ],
+)
+def test_invalid_stages(stages, message):
+    with pytest.raises(LayoutError, match=message) as e:
+        KVLayout.of_stages(stages)
+    assert "\n" not in str(e.value)

@@ -351,7 +351,7 @@ class KVLayout:
             for group in self.groups
         ]
         stages = [stage.fingerprint().hex() for stage in self.stages]
-        text = repr(("tpu_offload-layout-4", self.model, self.block_size, groups, stages))
+        text = repr(("tpu_offload-layout-3", self.model, self.block_size, groups, *stages))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -253,7 +253,7 @@ class EngineRun:
     def drain(self) -> dict[str, Any]:
         """Steps until the engine is idle, as vLLM's own loop does. Returns the state."""
         deadline_s = time.monotonic() + _DRAIN_LIMIT_S
-        while self._scheduler.has_requests() and time.monotonic() < deadline_s:
+        while (self._scheduler.has_requests() or self._core.batch_queue) and time.monotonic() < deadline_s:
             self._llm.llm_engine.step()
         return self.state()
 

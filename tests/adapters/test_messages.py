@@ -48,12 +48,15 @@ def test_plans_and_reports_survive_pickling():
         assert pickle.loads(pickle.dumps(message)) == message
 
 
-def test_reports_add_up_in_any_order_and_keep_the_layout():
+def test_reports_add_up_in_any_order_and_keep_the_layouts():
     layout = KVLayout(8, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
-    first = ReportMessages({"a": ReportMessage(REPORTS[:1], layout)})
-    second = ReportMessages({"a": ReportMessage(REPORTS[1:]), "b": ReportMessage(REPORTS)})
-    assert first.aggregate(second).of_schedulers == {"a": ReportMessage(REPORTS, layout), "b": ReportMessage(REPORTS)}
-    assert second.aggregate(first).of_schedulers["a"] == ReportMessage(REPORTS[::-1], layout)
+    first = ReportMessages({"a": ReportMessage(REPORTS[:1], ((0, layout),))})
+    second = ReportMessages({"a": ReportMessage(REPORTS[1:], ((1, layout),)), "b": ReportMessage(REPORTS)})
+    assert first.aggregate(second).of_schedulers == {
+        "a": ReportMessage(REPORTS, ((0, layout), (1, layout))),
+        "b": ReportMessage(REPORTS),
+    }
+    assert second.aggregate(first).of_schedulers["a"] == ReportMessage(REPORTS[::-1], ((1, layout), (0, layout)))
 
 
 def test_the_messages_of_ranks_are_merged_and_reports_split():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -109,12 +110,19 @@ class Sharding:
     total_dp_size = 4
 
 
+STAGES = {"parallel": {"pipeline_parallel_size": 2}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"transfer": {"kv_role": "kv_producer"}}, 'set it to "kv_both"'),
         ({"transfer": {"kv_connector_extra_config": {"swap_gb": "auto"}}}, "set TPU_OFFLOAD_DECODE_SAVE=1"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "set --pipeline-parallel-size 1"),
+        (STAGES | {"async_scheduling": True}, "pipeline_parallel_size=2 with async scheduling: .*; set --no-async-sch"),
+        (
+            STAGES | {"transfer": {"kv_connector_extra_config": {"patch_runner": False}}},
+            "pipeline_parallel_size=2 with TPU_OFFLOAD_PATCH_RUNNER=0: tpu-inference 0.32 drops .*; unset it",
+        ),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
         (
@@ -129,7 +137,7 @@ def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, message
     changes = {k: dict(v) if isinstance(v, dict) else v for k, v in changes.items()}
     with pytest.raises(ConfigError) as e:
         KVConnectorFactory.create_connector(config(**changes), role, kv_cache_config(8))
-    assert message in str(e.value)
+    assert re.search(message, str(e.value))
     assert "\n" not in str(e.value)
 
 
@@ -219,6 +227,44 @@ def test_states_inside_chunks_are_warned_about(caplog, specs):
         KVConnectorFactory.create_connector(found, role, grouped(*specs))
     warned = caplog.text.count("TPU_OFFLOAD_BLOCKS_PER_CHUNK=2: vLLM keeps the states")
     assert warned == (STATE in specs)
+
+
+def on_several_hosts(monkeypatch):
+    from tpu_inference import envs
+
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
+    return config(**STAGES)
+
+
+def pooling(monkeypatch):
+    found = config(**STAGES)
+    monkeypatch.setattr(found.model_config, "runner_type", "pooling")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "specs", "message"),
+    [
+        (on_several_hosts, (FULL,), "with TPU_MULTIHOST_BACKEND=ray: .*; set --pipeline-parallel-size 1"),
+        (pooling, (FULL,), "and a pooling model: .* without the connector"),
+        (lambda _: config(**STAGES), (FULL, sliding()), "and 2 KV cache groups: .*; set --pipeline-parallel-size 1"),
+        (lambda _: config_of_states(**STAGES), (STATE, FULL), "and 2 KV cache groups: stages with sliding windows or"),
+    ],
+)
+def test_stages_that_cannot_work_are_refused(monkeypatch, make, specs, message):
+    with pytest.raises(ConfigError, match=f"pipeline_parallel_size=2 {message}") as e:
+        read_config(make(monkeypatch), grouped(*specs))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("size", [{"host_gb": 3.0}, {"num_cpu_chunks": 9}, {}])
+def test_stages_share_the_memory_of_their_host(size):
+    transfer = {"kv_connector_extra_config": size}
+    alone = read_config(config(transfer=transfer), kv_cache_config(8))
+    found = read_config(config(transfer=transfer, parallel={"pipeline_parallel_size": 3}), kv_cache_config(8))
+    assert found.host_memory_fraction == alone.host_memory_fraction / 3
+    assert found.host_gb == (1.0 if "host_gb" in size else None)
+    assert found.num_cpu_chunks == alone.num_cpu_chunks
 
 
 def test_windows_without_full_attention_are_refused():

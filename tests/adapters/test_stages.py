@@ -74,7 +74,7 @@ def test_answers_equal_those_without_a_connector(stages, right, settings, method
         *(*EMPTY_HBM, DRIVE | {"preempt_at": [2, 5]}),
         *(*EMPTY_HBM, DRIVE | {"abort": waits | {"1": "RUNNING", "5": "WAITING"}}, *again),
     ]
-    outcome = run(stages, steps, decode_save=True, num_cpu_chunks=120, breaker_retry_s=0.01, **settings)
+    outcome = run(stages, steps, decode_save=True, num_cpu_chunks=60, breaker_retry_s=0.01, **settings)
     *complete, aborted, last = answers(outcome)
     generated = right["generate"]
     assert complete == [generated, generated, *right["chats"], right["long"], *[generated] * 10]
@@ -86,7 +86,7 @@ def test_answers_equal_those_without_a_connector(stages, right, settings, method
     assert outcome["end"]["num_preemptions"] > 1
     assert_nothing_leaked(outcome, failed=True)
     assert_stages_are_idle(outcome)
-    assert [stage["num_host_chunks"] for stage in outcome["end"]["stages"]] == [120, 120]
+    assert [stage["num_host_chunks"] for stage in outcome["end"]["stages"]] == [60, 60]
     stats = outcome["end"]["stats"]
     assert stats["num_evicted_chunks"] > 0
     assert stats["saved_blocks"] > 0
@@ -106,3 +106,4 @@ def test_each_stage_loads_its_own_layers(stages, right):
     # Half of the host memory is for each stage. Blocks of the first have 32 KiB, those of the second 16.
     assert outcome["end"]["stats"]["num_host_chunks"] == int(0.005 * 2**30 / 32768)
     assert outcome["end"]["stages"][1]["num_host_chunks"] == int(0.005 * 2**30 / 16384)
+    assert outcome["end"]["stats"]["saved_nbytes"] == outcome["end"]["stats"]["saved_blocks"] * (32768 + 16384)

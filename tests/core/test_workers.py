@@ -7,7 +7,16 @@ import pytest
 
 from tests.core.fakes import LAYOUT, Clock, FakeEngine, FakeWorker
 from tests.core.test_scheduler import tokens
-from tpu_offload import ConfigError, FailedLoad, JobResult, JobState, OffloadConfig, OffloadScheduler, RequestError
+from tpu_offload import (
+    ConfigError,
+    FailedLoad,
+    JobResult,
+    JobState,
+    KVLayout,
+    OffloadConfig,
+    OffloadScheduler,
+    RequestError,
+)
 from tpu_offload.types import CacheEpoch, JobKind, StepReport, WorkerSetup
 
 CONFIG = OffloadConfig.create(num_staging_blocks=8, num_cpu_chunks=64, job_timeout_s=5.0)
@@ -313,3 +322,45 @@ def test_a_restarted_worker_has_lost_its_caches_too(engine):
     assert engine.scheduler.apply(report(incarnation=6)).lost_caches == (0,)
     plan, _ = engine.step({"a": 9})
     assert (plan.of(JobKind.SAVE), plan.cache_epochs) == ((), ((6, 0),))
+
+
+def of_stages():
+    """Two pipeline stages, the second with half of the first one's layers, and the setups of their workers."""
+    group = LAYOUT.groups[0]
+    (pages,) = group.page_groups
+    half = dataclasses.replace(pages, layer_ids=pages.layer_ids[: pages.num_layers // 2])
+    layouts = LAYOUT, dataclasses.replace(LAYOUT, groups=(dataclasses.replace(group, page_groups=(half,)),))
+    nbytes = LAYOUT.block_nbytes_per_device
+    config = OffloadConfig.create(
+        staging_buffer_gb=8 * nbytes / 2**30, max_load_gb_per_step=4 * nbytes / 2**30, host_gb=16 * nbytes / 2**30
+    )
+    setups = [
+        setup(
+            num_processes=1,
+            fingerprint=layout.fingerprint().hex(),
+            staging_blocks=config.staging_blocks(layout),
+            max_load_blocks=config.max_load_blocks(layout),
+        )
+        for layout in layouts
+    ]
+    return config, KVLayout.of_stages(layouts), setups
+
+
+def test_stages_have_setups_of_their_own_and_the_tier_is_that_of_the_largest():
+    config, layout, setups = of_stages()
+    assert [s.staging_blocks for s in setups] == [8, 16]
+    assert (config.staging_blocks(layout), config.max_load_blocks(layout), config.host_chunks(layout)) == (8, 4, 16)
+    offload = OffloadScheduler(config, layout, num_workers=2, clock=Clock())
+    for worker_id, chunks in enumerate((16, 32)):
+        offload.apply(report(worker_id, setup=setups[worker_id], num_host_chunks=chunks))
+    assert offload.stats().num_host_chunks == 16
+    with pytest.raises(ConfigError, match="worker 0 has fingerprint"):
+        offload.apply(report(0, setup=setups[1], incarnation=8))
+
+
+def test_stages_need_a_worker_each_and_no_request_swap():
+    config, layout, _ = of_stages()
+    with pytest.raises(ConfigError, match="num_workers=3 for 2 pipeline stages; expected one for each"):
+        OffloadScheduler(config, layout, num_workers=3)
+    with pytest.raises(ConfigError, match="request swap does not support pipeline stages"):
+        OffloadScheduler(config.model_copy(update={"swap_gb": 1.0}), layout, num_workers=2)
