@@ -447,12 +447,16 @@ def take_caches(kv_caches) -> None:
     raise RuntimeError("injected")
 
 
-def lose_caches(stack: Stack, worker: int = 0) -> None:
-    """Has the next load destroy the caches, and only that one."""
+def lose_caches(stack: Stack, worker: int = 0, *, skip: int = 0) -> None:
+    """Has a load destroy the caches, and only that one: the next, or a later one."""
     copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
     name = "resume_load" if stack.side._config.load_path is CopyPath.STAGED else "load"
+    load, left = getattr(copier, name), [skip]
 
     def fail(*args):
+        if left[0]:
+            left[0] -= 1
+            return load(*args)
         delattr(copier, name)
         take_caches(args[-1])
 

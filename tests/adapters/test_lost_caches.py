@@ -260,3 +260,17 @@ def test_the_loss_is_logged_in_one_line(caplog):
     assert "took the KV caches with it" in record.getMessage()
     assert "(RuntimeError: injected)" in record.getMessage()
     assert "New caches are made" in record.getMessage()
+
+
+def test_requests_that_fill_hbm_are_not_stuck_when_all_their_loads_fail():
+    """vLLM counts the blocks that a request has had as reserved, also against its own next load."""
+    stack = make(False, False, "recompute", num_blocks=19, load_path="staged")
+    prompts = {f"b{seed}": [*prompt(16), *prompt(28, seed=seed)] for seed in (20, 30, 40)}
+    for name, tokens in prompts.items():
+        stack.serve(f"saved {name}", tokens)
+        stack.scheduler.reset_prefix_cache()
+    lose_caches(stack, skip=2)
+    for name, tokens in prompts.items():
+        stack.add(name, tokens)
+    stack.drain()
+    check_ends(stack, *prompts)

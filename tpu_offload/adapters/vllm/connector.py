@@ -161,6 +161,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.apply(connector_output.kv_connector_worker_meta)
         if connector_output.invalid_block_ids:
             self.scheduler_side.invalidate_blocks(connector_output.invalid_block_ids)
+        self.scheduler_side.fail_loads(connector_output.failed_recving)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class. The blocks may always be freed at once."""

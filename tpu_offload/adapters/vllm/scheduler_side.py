@@ -131,6 +131,8 @@ class SchedulerSide:
         # Requests that are loaded in the background, by the hash of the first block loaded, and the inverse.
         self._background_loads: dict[BlockHash, str] = {}
         self._background_first_hash: dict[str, BlockHash] = {}
+        # Requests that waited for a load that has failed, until they are admitted again.
+        self._failed_loads: set[str] = set()
         self._computed_on_invalid = False
         self._matched: set[str] = set()  # matched in this pass
         self._admitted: set[str] = set()  # admitted in this pass
@@ -184,7 +186,9 @@ class SchedulerSide:
             self._unfinished[request_id] = request
             self._limits[request_id] = read_limits(request_id, request.kv_transfer_params, self._warn_of_limits)
         limits = self._limits[request_id]
-        if self._offload is None:
+        if self._offload is None or request_id in self._failed_loads:
+            # A request that is to wait for a load has to fit into HBM beside what vLLM has reserved for all that have
+            # waited for one. That includes its own blocks, which it has lost, so it could be stuck for ever.
             return 0, False
         if request.skip_reading_prefix_cache:
             limits = dataclasses.replace(limits or RequestLimits(), max_load_tokens=0)
@@ -228,6 +232,7 @@ class SchedulerSide:
             self._offering[request_id] = entry
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
+        self._failed_loads.discard(request_id)
         if self._offload is not None:
             self._offload.admit(request_id, self._ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
         if self._has_ranks and num_loaded_tokens:
@@ -339,8 +344,17 @@ class SchedulerSide:
         """Handles invalid blocks: a worker failed to load them, or has lost its caches."""
         requests = {request_id: entry.request for request_id, entry in self._active.items()}
         computed_on, self._computed_on_invalid = self._computed_on_invalid, False
-        for request_id in self._rollback.invalidate(block_ids, requests, computed_on=computed_on):
+        rolled_back = self._rollback.invalidate(block_ids, requests, computed_on=computed_on)
+        self.fail_loads(rolled_back)
+        for request_id in rolled_back:
             self._reoffer(request_id)
+
+    def fail_loads(self, request_ids: Iterable[str]) -> None:
+        """Those of these requests that wait for a load will be computed: it has failed in a worker."""
+        for request_id in request_ids:
+            entry = self._active.get(request_id)
+            if entry is not None and entry.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._failed_loads.add(request_id)
 
     def _reoffer(self, request_id: str) -> None:
         """Withdraws what a request has offered to save; it is offered again as the request recomputes it.
@@ -358,6 +372,7 @@ class SchedulerSide:
         """The request ended, in any state."""
         self._deactivate(request_id)
         self._promised.discard(request_id)
+        self._failed_loads.discard(request_id)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._end_background_load(request_id)
