@@ -8,7 +8,9 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import (
+    BLOCK_SIZE,
     break_loads,
+    broken,
     make_stack,
     prompt,
     reports_of,
@@ -224,4 +226,24 @@ def test_a_load_that_fails_on_one_worker_of_two_is_recomputed():
     break_loads(stack, worker=1)
     stack.serve("b", tokens)
     assert stack.offload.stats().loaded_blocks == 0
+    stack.check_end()
+
+
+@pytest.mark.parametrize(("num_stages", "broken_stage"), [(2, 0), (2, 1), (4, 2)])
+def test_steps_in_the_pipeline_behind_a_failed_load_are_not_saved(num_stages, broken_stage):
+    """Each stage computes further chunks of the prompt before the scheduler learns of the failure in one of them."""
+    stack = make_stack(num_blocks=40, num_stages=num_stages, sync_load=True, max_num_batched_tokens=16)
+    tokens = [*save_prompt(stack, "a"), *prompt(64, seed=5)]
+    loads = tier_group(stack.workers[broken_stage]).copiers[Direction.LOAD]
+    loads.load, load = broken, loads.load
+    stack.add("b", tokens)
+    for _ in range(num_stages):
+        stack.step()
+    loads.load = load
+    stack.drain()
+    assert stack.num_wrong == num_stages
+    stack.scheduler.reset_prefix_cache()
+    num_before = stack.offload.stats().loaded_blocks
+    stack.serve("c", tokens)
+    assert stack.offload.stats().loaded_blocks - num_before == len(tokens) // BLOCK_SIZE
     stack.check_end()

@@ -35,8 +35,8 @@ def right(stages):
     return {"generate": generated, "chats": chats, "long": long}
 
 
-def run(stages, steps, **settings):
-    outcome = stages.run({"model": "tiny", "engine": STAGES, "connector": ours(**settings), "steps": steps})
+def run(stages, steps, *, engine=STAGES, **settings):
+    outcome = stages.run({"model": "tiny", "engine": engine, "connector": ours(**settings), "steps": steps})
     assert outcome["error"] is None
     return outcome
 
@@ -93,14 +93,18 @@ def test_answers_equal_those_without_a_connector(stages, right, settings, method
     assert stats["loaded_tokens"] > 0
 
 
-def test_each_stage_loads_its_own_layers(stages, right):
-    refilled = [{"do": "drain"}, {"do": "reset"}, GENERATE, *EMPTY_HBM]
-    steps = [step for stage in (0, 1) for step in (*refilled, {"do": "shuffle_host_memory", "stage": stage}, GENERATE)]
-    outcome = run(stages, steps, host_gb=0.01)
-    first, without_stage_0, second, without_stage_1 = answers(outcome)
-    assert first == second == right["generate"]
-    for found in (without_stage_0, without_stage_1):
-        assert all(a != b for a, b in zip(first, found, strict=True))
+def test_each_stage_loads_its_own_layers(stages):
+    """With two devices in each stage."""
+    steps = []
+    for stage in (0, 1):
+        steps += [{"do": "reset"}, GENERATE, *EMPTY_HBM, GENERATE, *EMPTY_HBM]
+        steps += [{"do": "shuffle_host_memory", "stage": stage}, GENERATE, {"do": "drain"}]
+    outcome = run(stages, steps, engine=STAGES | {"tensor_parallel_size": 2}, num_cpu_chunks=None, host_gb=0.01)
+    computed, found, without_stage_0, *again, without_stage_1 = answers(outcome)
+    assert [found, *again] == [computed] * 3
+    assert min(outcome["steps"][4]["cached"]) >= 64
+    for wrong in (without_stage_0, without_stage_1):
+        assert sum(a != b for a, b in zip(computed, wrong, strict=True)) > len(computed) / 2
     assert_nothing_leaked(outcome)
     assert_stages_are_idle(outcome)
     # Half of the host memory is for each stage. Blocks of the first have 32 KiB, those of the second 16.
