@@ -181,14 +181,15 @@ class SchedulerAlone:
         from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
 
         (message,) = metadata.requests_meta
-        plan, layout = message.plan, None
+        plan = message.plan
+        layouts: tuple[tuple[int, KVLayout], ...] = ()
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
-            layout = KVLayout(self.args.block_size, (group,))
+            layouts = ((0, KVLayout(self.args.block_size, (group,))),)
         report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
         is_empty = not (report.results or self.is_new)
-        reports = None if is_empty else ReportMessages({message.scheduler_id: ReportMessage((report,), layout)})
+        reports = None if is_empty else ReportMessages({message.scheduler_id: ReportMessage((report,), layouts)})
         self.is_new = False
         received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=reports)
