@@ -251,7 +251,7 @@ class Engine:
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:
         """Waits for the tokens of a step, and returns their outputs."""
         num_spans = len(step.batch)
-        tokens, logprobs = (values[:num_spans].tolist() for values in self._runner.read(step.output))
+        tokens, logprobs = (values[:num_spans].tolist() for values in step.output.read())
         now_s = self._clock()
         if self._offload:
             # With async scheduling the step before was still running when this one was dispatched.

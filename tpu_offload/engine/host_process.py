@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, final
 
@@ -58,6 +59,7 @@ def run_host(
     port: int,
     engine: "Connection[Any, Any]",
     available_nbytes: int | None,
+    wrap_copier: Callable[[Any, Any], Any] | None,
 ) -> None:
     """Runs until the engine closes the connection; arguments as for `Hosts`."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # a Ctrl-C is for the engine, which ends this process
@@ -66,7 +68,7 @@ def run_host(
     status = 0
     try:
         join_hosts(host, num_hosts, num_devices=num_devices, port=port)
-        _serve(_Host(host, num_hosts, available_nbytes), engine)
+        _serve(_Host(host, available_nbytes, wrap_copier), engine)
     except Exception as e:
         status = Failed.STATUS
         engine.send(Failed(f"{type(e).__name__}: {' '.join(str(e).split())}"))
@@ -84,7 +86,7 @@ def _silence_the_runtime() -> None:
 def _serve(host: "_Host", engine: "Connection[Any, Any]") -> None:
     while True:
         try:
-            name, args, answers = pickle.loads(engine.recv_bytes())  # noqa: S301  (from the engine's process)
+            name, args, answers = pickle.loads(engine.recv_bytes())
         except EOFError:
             return
         answer = getattr(host, name)(*args)
@@ -96,8 +98,10 @@ def _serve(host: "_Host", engine: "Connection[Any, Any]") -> None:
 class _Host:
     """The calls of `Hosts`, `HostRunner` and `HostWorkers` on one host."""
 
-    def __init__(self, host: int, num_hosts: int, available_nbytes: int | None) -> None:
-        self._host, self._num_hosts, self._available_nbytes = host, num_hosts, available_nbytes
+    def __init__(self, host: int, available_nbytes: int | None, wrap_copier: Callable[[Any, Any], Any] | None) -> None:
+        self._options: dict[str, Any] = {"worker_id": host, "available": available_nbytes}
+        if wrap_copier is not None:
+            self._options["wrap_copier"] = wrap_copier
         self._mesh = make_mesh(jax.devices())
         self._runner: ModelRunner | None = None
         self._worker: OffloadWorker | None = None
@@ -113,9 +117,7 @@ class _Host:
         self._runner = ModelRunner(model_config, engine_config, mesh=self._mesh)
         layout = cache_layout(model_config, engine_config, self._runner.kv_caches)
         if offload is not None:
-            self._worker = OffloadWorker(
-                offload, layout, self._runner.kv_caches, worker_id=self._host, available=self._available_nbytes
-            )
+            self._worker = OffloadWorker(offload, layout, self._runner.kv_caches, **self._options)
         return layout
 
     # The runner.
@@ -129,7 +131,7 @@ class _Host:
         self._outputs[number] = self.runner.step(spans)
 
     def read(self, number: int) -> Any:
-        return self.runner.read(self._outputs.pop(number))
+        return self._outputs.pop(number).read()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.runner.copy_blocks(copies)

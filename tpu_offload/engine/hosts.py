@@ -10,14 +10,13 @@ A host that dies leaves the others waiting in a collective. So a thread watches 
 kills the others, the engine's connections break, and the call at hand raises `HostError`.
 """
 
-import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import pickle
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, final
@@ -50,14 +49,6 @@ class HostError(OffloadError):
     """A process of the engine has died, refuses its settings or does not answer; the engine cannot continue."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostOutput:
-    """A step that the hosts have dispatched; `HostRunner.read` has its tokens."""
-
-    number: int
-    copied: None = None  # copies inside the forward pass are for one host
-
-
 @final
 class Hosts:
     """Starts the processes, sends them calls, and ends them. Use it as a context manager.
@@ -68,11 +59,19 @@ class Hosts:
       num_hosts: number of processes.
       num_devices: devices of each.
       available_nbytes: free host memory for the library in each process; None lets each measure it.
+      wrap_copiers: for tests, by host the `wrap_copier` of its `OffloadWorker`, picklable.
     Raises:
       HostError: a process does not start.
     """
 
-    def __init__(self, num_hosts: int, num_devices: int, *, available_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        num_hosts: int,
+        num_devices: int,
+        *,
+        available_nbytes: int | None = None,
+        wrap_copiers: Mapping[int, Callable[[Any, Any], Any]] | None = None,
+    ) -> None:
         self.num_hosts = num_hosts
         self.num_devices = num_devices
         self.runner = HostRunner(self)
@@ -82,13 +81,13 @@ class Hosts:
         self._dead: tuple[int, str] | None = None
         self._is_closing = False
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port, wrap_copiers = _free_port(), wrap_copiers or {}
         try:
             for host in range(num_hosts):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=run_host,
-                    args=(host, num_hosts, num_devices, port, theirs, available_nbytes),
+                    args=(host, num_hosts, num_devices, port, theirs, available_nbytes, wrap_copiers.get(host)),
                     name=f"tpu_offload-host-{host}",
                     daemon=True,
                 )
@@ -121,7 +120,6 @@ class Hosts:
           HostError: a host refuses the settings.
         """
         layouts: list[KVLayout] = self.ask("start", model_config, engine_config, offload)
-        self.runner.reset()
         return layouts[0]
 
     def tell(self, name: str, *args: Any) -> None:
@@ -204,6 +202,34 @@ class Hosts:
 
 
 @final
+class HostOutput:
+    """A step that the hosts have dispatched; see `StepOutput`.
+
+    Args:
+      hosts: they have the arrays.
+      number: of the step.
+    """
+
+    copied = None  # copies inside the forward pass are for one host
+
+    def __init__(self, hosts: Hosts, number: int) -> None:
+        self._hosts, self._number = hosts, number
+
+    def read(self) -> tuple[Array, Array]:
+        """See `StepOutput.read`.
+
+        Raises:
+          HostError: two hosts have computed different tokens, so that they have not run the same programs.
+        """
+        first, *others = self._hosts.ask("read", self._number)
+        for host, other in enumerate(others, 1):
+            if any(one.tobytes() != another.tobytes() for one, another in zip(first, other, strict=True)):
+                raise HostError(f"hosts 0 and {host} have computed different tokens in step {self._number}")
+        tokens, logprobs = first
+        return tokens, logprobs
+
+
+@final
 class HostRunner:
     """The `ModelRunner`s of all hosts.
 
@@ -216,30 +242,12 @@ class HostRunner:
         self._hosts = hosts
         self._num_steps = 0
 
-    def reset(self) -> None:
-        """The hosts have new runners."""
-        self._num_steps = 0
-
     def step(self, spans: Sequence[TokenSpan], fused: FusedStep | None = None) -> HostOutput:
         """See `ModelRunner.step`; there are no fused copies."""
         assert fused is None or fused.inputs is None, "fused copies are for one host"
-        output = HostOutput(self._num_steps)
         self._num_steps += 1
-        self._hosts.tell("step", output.number, spans)
-        return output
-
-    def read(self, output: HostOutput) -> tuple[Array, Array]:
-        """See `ModelRunner.read`.
-
-        Raises:
-          HostError: two hosts have computed different tokens, so that they have not run the same programs.
-        """
-        first, *others = self._hosts.ask("read", output.number)
-        for host, other in enumerate(others, 1):
-            if any(one.tobytes() != another.tobytes() for one, another in zip(first, other, strict=True)):
-                raise HostError(f"hosts 0 and {host} have computed different tokens in step {output.number}")
-        tokens, logprobs = first
-        return tokens, logprobs
+        self._hosts.tell("step", self._num_steps, spans)
+        return HostOutput(self._hosts, self._num_steps)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `ModelRunner.copy_blocks`."""

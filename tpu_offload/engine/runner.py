@@ -24,6 +24,7 @@ from tpu_offload.engine.shards import Shards, cache_shardings, cache_specs, chec
 _MAX_COPIES = 64  # blocks that one program copies within HBM
 
 Array = np.ndarray[Any, Any]
+type _Outputs = tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class StepOutput:
     logits: jax.Array
     copied: FusedOutcome | None
 
+    def read(self) -> tuple[Array, Array]:
+        """Waits for the step; returns `tokens` and `logprobs`."""
+        return np.asarray(self.tokens), np.asarray(self.logprobs)
+
 
 # The config represents the module graph: it hashes in a microsecond, where a GraphDef takes a millisecond per step,
 # # and two engines with one model share the compiled program.
@@ -55,7 +60,7 @@ def _step(
     last_tokens: jax.Array,
     segment: Sequence[jax.Array],
     fused: FusedInputs | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
+) -> _Outputs:
     if mesh is None:
         return _compute(model_config, Shards(), weights, kv_caches, inputs, last_tokens, segment, fused)
     specs = cache_specs(model_config)
@@ -66,9 +71,8 @@ def _step(
         out_specs=(P(), P(), P(), specs, P()),
         check_vma=False,  # it does not see that joined parts are equal everywhere
     )
-    result: tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], None]
-    result = compute(weights, kv_caches, inputs, last_tokens, segment, fused)
-    return result
+    outputs: _Outputs = compute(weights, kv_caches, inputs, last_tokens, segment, fused)
+    return outputs
 
 
 def _compute(
@@ -80,7 +84,7 @@ def _compute(
     last_tokens: jax.Array,
     segment: Sequence[jax.Array],
     fused: FusedInputs | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
+) -> _Outputs:
     """The step of one device."""
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(model_config)))[0]
     copies = FusedCopies(segment, fused)
@@ -175,7 +179,8 @@ class ModelRunner:
     def _replicate(self, value: Any) -> jax.Array:
         """An array that every device has whole."""
         if self._mesh is None:
-            return jax.device_put(value, jax.devices()[0])
+            on_one: jax.Array = jax.device_put(value, jax.devices()[0])
+            return on_one
         value = np.asarray(value)
         return jax.make_array_from_callback(value.shape, NamedSharding(self._mesh, P()), lambda index: value[index])
 
@@ -197,10 +202,6 @@ class ModelRunner:
             tokens, chances, logits, self.kv_caches, copied = self._program(fused)(*args)
         self._last_tokens = tokens
         return StepOutput(tokens, chances, logits, copied)
-
-    def read(self, output: StepOutput) -> tuple[Array, Array]:
-        """Waits for a step; returns its tokens and their log-probabilities, as in `StepOutput`."""
-        return np.asarray(output.tokens), np.asarray(output.logprobs)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatches copies of blocks with KV within HBM, in this order.
@@ -233,7 +234,8 @@ class ModelRunner:
             self._program(fused)
 
     def _pack(self, spans: Sequence[TokenSpan]) -> StepInputs:
-        return jax.tree.map(self._input, pack(spans, self._engine_config, self._model_config))
+        inputs: StepInputs = jax.tree.map(self._input, pack(spans, self._engine_config, self._model_config))
+        return inputs
 
     def _input(self, value: Any) -> Any:
         """A numpy array of a step's inputs as its program takes it: on one device as it is."""

@@ -49,7 +49,7 @@ def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def cache_specs(model_config: ModelConfig) -> list[P]:
-    """How the arrays of `ModelRunner.kv_caches` are split: blocks by key and value heads, states by channels and heads."""
+    """How the arrays of `ModelRunner.kv_caches` are split: blocks by heads, states by channels and by heads."""
     pages = [P(None, None, _AXIS)] * model_config.num_arrays
     return [*pages, *[P(None, None, _AXIS), P(None, _AXIS)] * len(model_config.state_layers)]
 
