@@ -21,7 +21,9 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
         num_blocks=40 * (1 + len(windows)),
         windows=windows,
         num_rows=num_rows,
-        settings=_draw_settings(rng, blocks_per_chunk, num_cpu_chunks, has_groups=bool(windows or num_rows)),
+        settings=_draw_settings(
+            rng, blocks_per_chunk, num_cpu_chunks * (1 + len(windows)), has_groups=bool(windows or num_rows)
+        ),
         host_segment_chunks=segment_chunks,
         swap_blocks=rng.choice((0, 6, 16)),
         max_ahead=rng.randint(0, 4),
