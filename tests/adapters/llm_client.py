@@ -17,10 +17,16 @@ _RUN_LIMIT_S = 120
 
 
 class Process:
-    """A process that executes runs. Started on first use, and again after it has hung or died."""
+    """A process that executes runs. Started on first use, and again after it has hung or died.
 
-    def __init__(self, home: Path, settings: dict[str, str]) -> None:
-        self._home, self._settings = home, settings
+    Args:
+      home: its home folder.
+      settings: its environment, over the usual one.
+      module: what it runs.
+    """
+
+    def __init__(self, home: Path, settings: dict[str, str], module: str = "llm_runs") -> None:
+        self._home, self._settings, self._module = home, settings, module
         self.has_hung = False  # or died, perhaps while writing
         self._child: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -78,7 +84,7 @@ class Process:
         ours = ("TPU_OFFLOAD_", "VLLM_TARGET_DEVICE", "VLLM_LOGGING_LEVEL")  # the latter two are for this process
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         self._child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.adapters.llm_runs"],
+            [sys.executable, "-W", "ignore", "-m", f"tests.adapters.{self._module}"],
             cwd=ROOT,
             env=environ | settings | self._settings,
             stdin=subprocess.PIPE,

@@ -78,6 +78,7 @@ class Setup:
       available_chunks: by process, capacity of its memory in chunks; by default the configured number.
       worker_ids: by process, worker ids that differ from the process's number.
       num_workers: the scheduler's `num_workers`; None is the number of processes.
+      without_lockstep: each process continues copies when they are ready there, to test that the rig detects it.
     """
 
     seed: int = 0
@@ -98,6 +99,7 @@ class Setup:
     available_chunks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     worker_ids: Mapping[int, int] = dataclasses.field(default_factory=dict)
     num_workers: int | None = None
+    without_lockstep: bool = False
 
     @property
     def dispatches_alike(self) -> bool:

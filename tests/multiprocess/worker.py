@@ -117,6 +117,9 @@ class WorkerRun:
             incarnation=self.incarnation,
         )
         worker.wait_until_allocated()
+        if self.setup.without_lockstep and worker._tier is not None:
+            for part in (worker._tier, worker._tier._staging, *worker._tier._groups):
+                part._lockstep = False
         return worker
 
 
