@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.adapters.llm_runs import CONNECTOR, ENGINE, MODELS, _one_line, _sampling
+from tests.adapters.llm_runs import CONNECTOR, ENGINE, MODELS, _sampling
 
-_SCARCE_NBYTES = 400_000  # free memory of host 1
+_SCARCE_NBYTES = 1_000_000  # free memory of host 1
 
 
 class HostsRun:
@@ -68,7 +68,7 @@ class HostsRun:
         try:
             self.chat({"last": [5] * 40})
         except Exception as e:
-            return _one_line(e)
+            return f"{type(e).__name__}: {e}"
         return ""
 
 
@@ -150,7 +150,7 @@ def main() -> None:
             try:
                 outcome = run(json.loads(line), str(model))
             except Exception as e:
-                outcome = {"error": f"in a step: {_one_line(e)}"}
+                outcome = {"error": f"in a step: {type(e).__name__}: {e}"}
             answers.write(json.dumps(outcome) + "\n")
             answers.flush()
 

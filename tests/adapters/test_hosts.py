@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 ENGINE = {"tensor_parallel_size": 2}
 TURNS = conversations()
 AGAIN = [{"do": "forget"}, *TURNS]
-CONNECTOR = ours(num_cpu_chunks=64)
+CONNECTOR = ours(num_cpu_chunks=64, host_segment_gb=1e-4)  # with memory for 64 chunks, and for fewer on host 1
 
 
 @pytest.fixture(scope="module")

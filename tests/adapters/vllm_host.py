@@ -11,7 +11,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-not-found, unused-ignore]
 
 from tests.adapters.vllm_hosts import NodesOfRay
 
@@ -22,6 +22,7 @@ def put_from_one_device() -> None:
     Every host has the same array, so each makes its part of it.
     """
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     put = jax.device_put
@@ -30,7 +31,7 @@ def put_from_one_device() -> None:
         is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         if not isinstance(device, jax.sharding.Sharding) or device.is_fully_addressable or is_global:
             return put(leaf, device, **kwargs)
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put_one(jax.random.key_data(leaf), device), impl=jax.random.key_impl(leaf))
         values = np.array(leaf)
         return jax.make_array_from_callback(values.shape, device, lambda index: values[index])
@@ -63,7 +64,7 @@ def main() -> None:
     if available_nbytes:
         from tpu_offload.worker import worker as library
 
-        library.available_nbytes = lambda: available_nbytes  # type: ignore[attr-defined]
+        vars(library)["available_nbytes"] = lambda: available_nbytes
     from vllm.v1.serial_utils import run_method
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 

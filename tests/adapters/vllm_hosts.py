@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-not-found, unused-ignore]
 from vllm.v1.executor.abstract import Executor
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ class HostsExecutor(Executor):
         self.collective_rpc("init_device")
         self.collective_rpc("load_model")
 
-    def collective_rpc(  # type: ignore[override]
+    def collective_rpc(
         self,
         method: Any,
         timeout: float | None = None,
@@ -148,7 +148,7 @@ class HostsExecutor(Executor):
         connection = self._connections[host]
         pidfds = {os.pidfd_open(child.pid): i for i, child in enumerate(self._children) if child.poll() is None}
         try:
-            ready = multiprocessing.connection.wait([connection, *pidfds], _ANSWER_S)
+            ready: list[Any] = multiprocessing.connection.wait([connection, *pidfds], _ANSWER_S)
             if connection in ready:
                 message = connection.recv_bytes()
                 return cloudpickle.loads(message) if message else None

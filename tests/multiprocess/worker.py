@@ -118,7 +118,8 @@ class WorkerRun:
         )
         worker.wait_until_allocated()
         if self.setup.without_lockstep and worker._tier is not None:
-            for part in (worker._tier, worker._tier._staging, *worker._tier._groups):
+            parts: list[Any] = [worker._tier, worker._tier._staging, *worker._tier._groups]
+            for part in parts:
                 part._lockstep = False
         return worker
 
