@@ -1,5 +1,6 @@
 """What tests look at inside a worker."""
 
+from tpu_offload.engine import Engine
 from tpu_offload.worker import OffloadWorker
 from tpu_offload.worker.group_copies import GroupCopies
 
@@ -14,3 +15,10 @@ def tier_group(worker: OffloadWorker) -> GroupCopies:
     """The host tier's copies of the one page group."""
     (group,) = tier_groups(worker)
     return group
+
+
+def one_worker(engine: Engine) -> OffloadWorker:
+    """The worker of an engine on one host."""
+    assert engine._offload is not None
+    assert isinstance(engine._offload._worker, OffloadWorker)
+    return engine._offload._worker

@@ -69,8 +69,8 @@ def test_the_messages_of_ranks_are_merged_and_reports_split():
     ranks = RankMessages(2)
     merged = ranks.merge(messages)
     (job,) = merged.plan.jobs
-    assert (job.rank, merged.background_job_ids) == (1, {job.job_id})
-    assert (merged.idle, merged.known_tokens, merged.tainted) == (False, (known,), {"bad"})
+    assert (job.rank, set(merged.background_job_ids)) == (1, {job.job_id})
+    assert (merged.idle, merged.known_tokens, set(merged.tainted)) == (False, (known,), {"bad"})
     report = dataclasses.replace(REPORTS[0], results=(dataclasses.replace(REPORTS[0].results[0], job_id=job.job_id),))
     first, second = ranks.split([report])
     assert (first[0].results, second[0].results) == ((), REPORTS[0].results)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import interrupted_run
 from tpu_offload.cli.main import main
+from tpu_offload.engine.hosts import HostRunner
 from tpu_offload.replay import setup as replay_setup
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -276,3 +279,51 @@ def test_closed_output(redirect, status):
     done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path, capsys):
+    """Tokens equal those of one process, with and without offloading."""
+    path = tmp_path / "r.json"
+    flags = ("--num-kv-heads", "2", "--processes", "2", "--devices", "1", "--requests", "6", "--turns", "3")
+    assert replay(*flags, "--json", str(path)) == 0
+    assert "Outputs identical: every token of the 6 requests" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert report["processes"] == {"num": 2, "num_devices": 1}
+    assert report["outputs_identical"] is True
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+
+
+@pytest.mark.slow
+def test_a_process_that_dies(capsys, monkeypatch):
+    """The command ends with one line, and without its processes."""
+    step, pids = HostRunner.step, []
+
+    def dying(self, spans, fused=None):
+        if self._num_steps == 4:
+            pids.extend(self._hosts.process_ids)
+            os.kill(pids[1], signal.SIGKILL)
+        return step(self, spans, fused)
+
+    monkeypatch.setattr(HostRunner, "step", dying)
+    assert replay("--num-kv-heads", "2", "--processes", "2", "--devices", "1", "--requests", "6", "--turns", "3") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "tpu-offload: error: host 1 of 2 has died (SIGKILL): the engine cannot continue without it"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--devices", "2"), "--devices 2 requires --processes of at least 2"),
+        (("--processes", "2", "--preempt"), "--processes 2 with --preempt; expected one of them"),
+        (
+            ("--processes", "2", "--num-kv-heads", "3", "--num-heads", "3"),
+            "num_kv_heads=3 of bfloat16 cannot be divided",
+        ),
+    ],
+)
+def test_flags_of_processes(error_of, flags, message):
+    assert message in error_of("replay", *flags)

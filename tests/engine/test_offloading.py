@@ -18,7 +18,7 @@ from tests.engine.helpers import (
     serve_rounds,
     tokens_of,
 )
-from tests.inside import tier_group
+from tests.inside import one_worker, tier_group
 from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction, JobKind
@@ -210,7 +210,7 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier: Any = tier_group(engine._offload._worker).copiers[Direction.SAVE]
+    copier: Any = tier_group(one_worker(engine)).copiers[Direction.SAVE]
     real = copier._save
 
     def fails_once(segment, *args):
@@ -238,7 +238,7 @@ def test_a_partly_failed_load_recomputes_only_the_rest():
     engine = Engine(TINY, config, offload=offload)
     engine.wait_for_host_memory()
     outputs = [serve(engine, [make_request("p0", prompt)]), serve(engine, [make_request("p1", others)])]
-    copier: Any = tier_group(engine._offload._worker).copiers[Direction.LOAD]
+    copier: Any = tier_group(one_worker(engine)).copiers[Direction.LOAD]
     real, segments = copier.load, []
 
     def maybe(segment_id, rows, kv_caches):

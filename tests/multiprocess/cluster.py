@@ -88,13 +88,11 @@ class Cluster:
         environ = {
             **os.environ,
             "PYTHONPATH": str(_ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.num_devices}",
         }
         for rank in range(self.num_processes):
             ours, theirs = multiprocessing.Pipe()
             log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-            words = [str(word) for word in (rank, self.num_processes, port, theirs.fileno())]
+            words = [str(word) for word in (rank, self.num_processes, self.num_devices, port, theirs.fileno())]
             self._connections.append(ours)
             self._logs.append(log)
             self._processes.append(

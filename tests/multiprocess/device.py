@@ -11,10 +11,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.multiprocess.messages import BLOCK_SIZE, MAX_WRITES, NUM_LAYERS
+from tests.multiprocess.messages import (
+    BLOCK_SIZE,
+    MAX_GROUPS,
+    MAX_ROW_WRITES,
+    MAX_WRITES,
+    NULL_BLOCK,
+    NUM_LAYERS,
+    ROWS,
+    Setup,
+)
+from tpu_offload import KVLayout
 
 _DTYPE = np.dtype(ml_dtypes.bfloat16)
 _HEAD_SHAPE = 2, 8
+_STATE_DTYPES = _DTYPE, np.dtype(np.float32)
 _GARBAGE = np.uint16(0x5555)
 
 Array = np.ndarray[Any, Any]
@@ -32,15 +43,20 @@ class Device:
         self.page_shape = BLOCK_SIZE, len(devices), *_HEAD_SHAPE
         self._mesh = Mesh(devices, ("model",))
         self._cache_sharding = NamedSharding(self._mesh, P(None, None, "model"))
+        # Of states: the last inputs of a convolution, and a matrix for each head, split over another axis.
+        self._state_shapes = (3, 4 * len(devices)), (len(devices), 4)
+        self._state_shardings = self._cache_sharding, NamedSharding(self._mesh, P(None, "model"))
         self._everywhere = NamedSharding(self._mesh, P())
         self._of_devices = NamedSharding(self._mesh, P("model"))
-        self._forward = jax.jit(
-            _forward,
-            donate_argnums=0,
-            out_shardings=([self._cache_sharding] * NUM_LAYERS, self._everywhere),
-        )
+        self._forward = {
+            n: jax.jit(_forward, donate_argnums=0, out_shardings=(self._shardings(n), self._everywhere))
+            for n in (NUM_LAYERS, NUM_LAYERS + len(_STATE_DTYPES))
+        }
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019  (one instance per process)
+    def _shardings(self, num_arrays: int) -> list[NamedSharding]:
+        return [*[self._cache_sharding] * NUM_LAYERS, *self._state_shardings][:num_arrays]
+
+    @functools.lru_cache(maxsize=2048)  # noqa: B019  (one instance per process)
     def content(self, seed: int) -> Array:
         """The KV of one block as bits of bfloat16: u16[num_layers, *page_shape]."""
         values = np.random.Generator(np.random.PCG64(seed)).integers(
@@ -49,59 +65,95 @@ class Device:
         values.setflags(write=False)
         return values
 
-    def make_caches(self, num_blocks: int, *, mixed: bool = False) -> list[jax.Array]:
-        """Caches with arbitrary bytes in every block; `mixed`: with pages of two shapes, in two page groups."""
-        base = np.stack([self.content(10**6 + i) for i in range(num_blocks)], 1).view(_DTYPE)
-        shape = num_blocks, *self.page_shape
+    @functools.lru_cache(maxsize=512)  # noqa: B019
+    def state(self, seed: int) -> tuple[Array, Array]:
+        """One row of each array of states, as bits: u16 and u32 of `_state_shapes`."""
+        rng = np.random.Generator(np.random.PCG64(seed))
+        first, second = self._state_shapes
+        return rng.integers(0, 2**16, first, dtype=np.uint16), rng.integers(0, 2**32, second, dtype=np.uint32)
+
+    def make_caches(self, setup: Setup) -> list[jax.Array]:
+        """Caches with arbitrary bytes in every block and row; in every other run pages have two shapes."""
+        base = np.stack([self.content(10**6 + i) for i in range(setup.num_blocks)], 1).view(_DTYPE)
+        shape = setup.num_blocks, *self.page_shape
         merged = *shape[:3], shape[3] * shape[4]
-        layers = [layer.reshape(merged if mixed and i % 2 else shape) for i, layer in enumerate(base)]
-        return [
-            jax.make_array_from_callback(layer.shape, self._cache_sharding, lambda i, layer=layer: layer[i])  # type: ignore[misc]
-            for layer in layers
-        ]
+        layers = [layer.reshape(merged if setup.seed % 2 and i % 2 else shape) for i, layer in enumerate(base)]
+        if setup.num_rows:
+            rows = [self.state(10**6 + i) for i in range(setup.num_rows)]
+            arrays = map(np.stack, zip(*rows, strict=True))
+            layers += [array.view(dtype) for array, dtype in zip(arrays, _STATE_DTYPES, strict=True)]
+        return list(map(self._put, layers, self._shardings(len(layers))))
+
+    def layout(self, setup: Setup, caches: Sequence[jax.Array]) -> KVLayout:
+        """The layer groups of a run."""
+        arrays = range(NUM_LAYERS)
+        if not setup.windows and not setup.num_rows:
+            return KVLayout.from_caches(caches, block_size=BLOCK_SIZE)
+        return KVLayout.from_caches(
+            caches,
+            block_size=BLOCK_SIZE,
+            groups=[(window, arrays) for window in (0, *setup.windows)],
+            states=range(NUM_LAYERS, len(caches)),
+            null_block=NULL_BLOCK,
+        )
 
     def renew(self, caches: Sequence[jax.Array]) -> list[jax.Array]:
         """Replaces the caches by zeros on this process, without communication."""
+        structs = [(cache.shape, cache.dtype, cache.sharding) for cache in caches]
         for cache in caches:
             if not cache.is_deleted():
                 cache.delete()
         renewed: list[jax.Array] = []
-        for shape in [cache.shape for cache in caches]:
-            zeros = np.zeros(self._cache_sharding.shard_shape(shape), _DTYPE)
+        for shape, dtype, sharding in structs:
+            zeros = np.zeros(sharding.shard_shape(shape), dtype)
             shards = [jax.device_put(zeros, device) for device in jax.local_devices()]
-            renewed.append(jax.make_array_from_single_device_arrays(shape, self._cache_sharding, shards))
+            renewed.append(jax.make_array_from_single_device_arrays(shape, sharding, shards))
         return renewed
 
     def forward(
         self, caches: list[jax.Array], writes: Mapping[int, int], *, garbage: bool
     ) -> tuple[list[jax.Array], bool]:
-        """Writes the KV of seeds into blocks, or garbage if any process requests it; returns whether one did."""
-        ids = np.zeros(MAX_WRITES, np.int32)
-        ids[: len(writes)] = list(writes)
-        data = np.zeros((MAX_WRITES, NUM_LAYERS, *self.page_shape), np.uint16)
-        for i, seed in enumerate(writes.values()):
+        """Writes the contents of seeds into blocks and rows, or garbage if any process requests it.
+
+        Returns:
+          The caches, and whether it was garbage.
+        """
+        blocks = {place: seed for place, seed in writes.items() if place < ROWS}
+        rows = {place - ROWS: seed for place, seed in writes.items() if place >= ROWS}
+        most = MAX_WRITES * MAX_GROUPS
+        data = np.zeros((most, NUM_LAYERS, *self.page_shape), np.uint16)
+        for i, seed in enumerate(blocks.values()):
             data[i] = self.content(seed)
-        caches, lost = self._forward(
-            caches,
-            self._put(data, NamedSharding(self._mesh, P(None, None, None, "model"))),
-            self._put(ids, self._everywhere),
-            self._put(np.int32(len(writes)), self._everywhere),
-            self._flag(garbage),
-        )
+        inputs = [self._put(data, NamedSharding(self._mesh, P(None, None, None, "model"))), *self._places(blocks, most)]
+        if len(caches) > NUM_LAYERS:
+            states = [self.state(seed) for seed in rows.values()]
+            padding = [self.state(0)] * (MAX_ROW_WRITES - len(states))
+            bits = map(np.stack, zip(*states, *padding, strict=True))
+            inputs += [*map(self._put, bits, self._state_shardings), *self._places(rows, MAX_ROW_WRITES)]
+        caches, lost = self._forward[len(caches)](caches, self._flag(garbage), *inputs)
         return list(caches), bool(np.asarray(lost.addressable_data(0)))
+
+    def _places(self, writes: Mapping[int, int], most: int) -> tuple[jax.Array, jax.Array]:
+        ids = np.zeros(most, np.int32)
+        ids[: len(writes)] = list(writes)
+        return self._put(ids, self._everywhere), self._put(np.int32(len(writes)), self._everywhere)
 
     def wrong_blocks(
         self, caches: Sequence[jax.Array], expected: Mapping[int, int]
     ) -> tuple[tuple[int, int, str], ...]:
-        """(layer, block, device) of all differences from the KV of these seeds, on the devices of this process."""
+        """(array, block or row, device) of all differences from the contents of these seeds, on this process."""
         wrong = []
-        for layer, cache in enumerate(caches):
+        for i, cache in enumerate(caches):
             for shard in cache.addressable_shards:
-                data = np.asarray(shard.data).view(np.uint16)
-                for block_id, seed in expected.items():
-                    wanted = self.content(seed)[layer].reshape(cache.shape[1:])
-                    if not np.array_equal(data[block_id], wanted[shard.index[1:]]):
-                        wrong.append((layer, block_id, str(shard.device)))
+                data = np.asarray(shard.data)
+                data = data.view(np.dtype(f"u{data.dtype.itemsize}"))
+                for place, seed in expected.items():
+                    if (place >= ROWS) != (i >= NUM_LAYERS):
+                        continue
+                    contents = self.state(seed)[i - NUM_LAYERS] if place >= ROWS else self.content(seed)[i]
+                    wanted = contents.reshape(cache.shape[1:])[shard.index[1:]]
+                    if not np.array_equal(data[place % ROWS], wanted):
+                        wrong.append((i, place, str(shard.device)))
         return tuple(wrong)
 
     def _put(self, value: Any, sharding: NamedSharding) -> jax.Array:
@@ -113,18 +165,29 @@ class Device:
         return jax.make_array_from_single_device_arrays((self._mesh.size,), self._of_devices, local)
 
 
-def _forward(caches: list[Any], data: Any, ids: Any, num_writes: Any, flags: Any) -> tuple[list[Any], Any]:
+def _forward(caches: list[Any], flags: Any, *inputs: Any) -> tuple[list[Any], Any]:
+    """Inputs: contents, places and number of blocks; of rows, the contents in two arrays, places and number."""
     garbage = jnp.any(flags)  # the collective
-    data = jnp.where(garbage, data ^ _GARBAGE, data)
+    data, ids, num_writes = inputs[:3]
+    contents = [data[:, layer] for layer in range(NUM_LAYERS)]
+    written = _write(caches[:NUM_LAYERS], contents, ids, num_writes, garbage)
+    if len(inputs) > 3:
+        *contents, ids, num_writes = inputs[3:]
+        written += _write(caches[NUM_LAYERS:], contents, ids, num_writes, garbage)
+    return written, garbage
+
+
+def _write(caches: list[Any], contents: list[Any], ids: Any, num_writes: Any, garbage: Any) -> list[Any]:
+    contents = [jnp.where(garbage, bits ^ bits.dtype.type(_GARBAGE), bits) for bits in contents]
 
     def write(i: Any, caches: list[Any]) -> list[Any]:
         written = []
-        for layer, cache in enumerate(caches):
+        for cache, bits in zip(caches, contents, strict=True):
             old = jax.lax.dynamic_slice_in_dim(cache, ids[i], 1, 0)
-            new = jnp.where(i < num_writes, data[i, layer].reshape(old.shape), old)
+            new = jnp.where(i < num_writes, bits[i].reshape(old.shape), old)
             written.append(jax.lax.dynamic_update_slice_in_dim(cache, new, ids[i], 0))
         return written
 
-    bits = [jax.lax.bitcast_convert_type(cache, jnp.uint16) for cache in caches]
-    bits = jax.lax.fori_loop(0, MAX_WRITES, write, bits)
-    return [jax.lax.bitcast_convert_type(cache, jnp.bfloat16) for cache in bits], garbage
+    as_bits = [jax.lax.bitcast_convert_type(cache, of.dtype) for cache, of in zip(caches, contents, strict=True)]
+    as_bits = jax.lax.fori_loop(0, ids.shape[0], write, as_bits)
+    return [jax.lax.bitcast_convert_type(bits, cache.dtype) for bits, cache in zip(as_bits, caches, strict=True)]

@@ -12,12 +12,18 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
     blocks_per_chunk = rng.choice((1, 1, 2))
     num_cpu_chunks, segment_chunks = rng.choice((8, 16, 24)), rng.choice((2, 4, 64))
     available = {rank: rng.randint(5, num_cpu_chunks) for rank in range(num_processes) if rng.random() < 0.2}
+    windows, num_rows = _draw_groups(seed)
     if available:  # without room for a segment there is no host tier, and nothing to compare
         segment_chunks = min(segment_chunks, 4)
     return Setup(
         seed=seed,
         num_steps=num_steps,
-        settings=_draw_settings(rng, blocks_per_chunk, num_cpu_chunks),
+        num_blocks=40 * (1 + len(windows)),
+        windows=windows,
+        num_rows=num_rows,
+        settings=_draw_settings(
+            rng, blocks_per_chunk, num_cpu_chunks * (1 + len(windows)), has_groups=bool(windows or num_rows)
+        ),
         host_segment_chunks=segment_chunks,
         swap_blocks=rng.choice((0, 6, 16)),
         max_ahead=rng.randint(0, 4),
@@ -30,13 +36,23 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
     )
 
 
+def _draw_groups(seed: int) -> tuple[tuple[int, ...], int]:
+    """The sliding windows and the rows of states: in half of the runs the model has one or both."""
+    rng = random.Random(f"{seed} groups")
+    kind = rng.randrange(6)
+    windows = tuple(rng.choice((3, 5, 9, 14)) for _ in range(rng.randint(1, 2))) if kind in (3, 5) else ()
+    return windows, rng.choice((30, 48)) if kind > 3 else 0
+
+
 def _sometimes(rng: random.Random, rate: float) -> float:
     """A rate that is 0 in half of the runs."""
     return rng.choice((0.0, rate))
 
 
-def _draw_settings(rng: random.Random, blocks_per_chunk: int, num_cpu_chunks: int) -> dict[str, Any]:
-    return {
+def _draw_settings(
+    rng: random.Random, blocks_per_chunk: int, num_cpu_chunks: int, *, has_groups: bool
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
         "blocks_per_chunk": blocks_per_chunk,
         "num_cpu_chunks": num_cpu_chunks,
         "num_staging_blocks": rng.choice((6, 12, 64)),
@@ -44,7 +60,11 @@ def _draw_settings(rng: random.Random, blocks_per_chunk: int, num_cpu_chunks: in
         "load_path": rng.choice(("direct", "staged")),
         "save_on": rng.choice((("compute",), ("compute", "preemption"), ("eviction", "preemption"))),
         "breaker_failures": rng.choice((0, 3)),
+        "state_share": 0.25,
     }
+    if has_groups and "eviction" in settings["save_on"]:  # windows and states are gone then
+        settings["save_on"] = "compute", "preemption"
+    return settings
 
 
 def _draw_faults(rng: random.Random) -> Faults:

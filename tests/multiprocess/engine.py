@@ -2,15 +2,20 @@
 
 It plans steps ahead of the workers' reports. A request's KV has a seed per block, so the expected contents of a block
 follow from the engine's calls alone. Free blocks are overwritten.
+
+Groups with a window have block tables of their own and give back the blocks that the window has passed. A state is in
+one row, after the last block that a step has computed, and the next step writes into another one. Blocks and rows are
+places; rows are numbered from `ROWS` on.
 """
 
 import dataclasses
 import hashlib
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from typing import final
 
-from tests.multiprocess.messages import BLOCK_SIZE, MAX_WRITES, Setup
+from tests.multiprocess.messages import BLOCK_SIZE, MAX_ROW_WRITES, MAX_WRITES, NULL_BLOCK, ROWS, Setup
 from tpu_offload import BlockHash, CachedPrefix, OffloadScheduler, ScheduledRequest, StepPlan, Update
 
 NUM_DOCUMENTS = 6
@@ -25,18 +30,45 @@ class Request:
     Attributes:
       id: its name.
       hashes: hashes of its blocks.
-      blocks: its blocks in HBM.
-      seeds: seeds of the KV in its leading computed or loaded blocks.
+      tables: per layer group, its blocks in HBM, or rows; NULL_BLOCK where it has none.
+      seeds: seeds of the KV in its leading computed or loaded blocks, in the first group.
       loading: its seeds once its load has finished.
       is_stale: it continued after a reset with its KV, so that other requests must not use what it computes.
     """
 
     id: str
     hashes: list[BlockHash]
-    blocks: list[int]
+    tables: list[list[int]]
     seeds: list[int]
     loading: list[int]
     is_stale: bool = False
+
+
+@final
+class _Pool:
+    """Free blocks, or rows.
+
+    Args:
+      num: their number.
+      first_place: place of number 0.
+      rng: chooses which one is granted.
+      has_null: whether number 0 is NULL_BLOCK.
+    """
+
+    def __init__(self, num: int, first_place: int, rng: random.Random, *, has_null: bool) -> None:
+        self.free = list(range(1 if has_null else 0, num))
+        self.first_place = first_place
+        self.to_overwrite: OrderedDict[int, None] = OrderedDict()  # freed ones
+        self._rng = rng
+
+    def take(self) -> int:
+        number = self.free.pop(self._rng.randrange(len(self.free)))
+        self.to_overwrite.pop(number, None)
+        return number
+
+    def give_back(self, number: int) -> None:
+        self.free.append(number)
+        self.to_overwrite[number] = None
 
 
 @final
@@ -53,8 +85,11 @@ class Engine:
         self._setup = setup
         self._scheduler = scheduler
         self._rng = random.Random(f"{setup.seed} engine")
-        self._free = list(range(setup.num_blocks))
-        self._to_overwrite: OrderedDict[int, None] = OrderedDict()  # freed blocks to overwrite
+        self._windows = 0, *setup.windows  # per layer group with attention
+        self._state_group = len(self._windows) if setup.num_rows else -1
+        self._num_groups = len(self._windows) + bool(setup.num_rows)
+        self._blocks = _Pool(setup.num_blocks, 0, self._rng, has_null=self._num_groups > 1)
+        self._rows = _Pool(setup.num_rows, ROWS, self._rng, has_null=True)
         self._cached: dict[int, tuple[list[BlockHash], int]] = {}  # freed blocks that can still be saved
         self._block_of: dict[BlockHash, int] = {}
         self._running: dict[str, Request] = {}
@@ -97,9 +132,13 @@ class Engine:
         return bool(self._loading)
 
     def expected(self) -> dict[int, int]:
-        """By block, the seed of its contents after the last planned step."""
-        requests = self._running.values()
-        return {block: seed for r in requests for block, seed in zip(r.blocks, r.seeds, strict=False)}
+        """By place, the seed of its contents after the last planned step."""
+        return {
+            self._place(group, request.tables[group][p]): self._seed_of(request, group, p)
+            for request in self._running.values()
+            for group in range(self._num_groups)
+            for p in self._needed(group, len(request.seeds))
+        }
 
     def take(self, update: Update) -> None:
         """Processes an update."""
@@ -139,15 +178,16 @@ class Engine:
     def _admit(self, request_id: str, hashes: list[BlockHash]) -> None:
         num_tokens = len(hashes) * BLOCK_SIZE + 1
         found = self._scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0).num_tokens
-        if len(self._free) < len(hashes):
+        if not self._has_room(len(hashes)):
             self._scheduler.release(request_id)
             self._scheduler.finish(request_id)
             return
         if found and self._rng.random() < 0.1:
             found = 0  # an engine may take less than the promise
-        request = Request(request_id, hashes, self._take_blocks(len(hashes)), [], [])
-        self._scheduler.admit(request_id, [request.blocks], num_loaded_tokens=found)
-        request.loading = [self._seed(h) for h in hashes[: found // BLOCK_SIZE]]
+        num_found = found // BLOCK_SIZE
+        request = Request(request_id, hashes, self._grant(num_found, len(hashes)), [], [])
+        self._scheduler.admit(request_id, request.tables, num_loaded_tokens=found)
+        request.loading = [self._seed(h) for h in hashes[:num_found]]
         (self._loading if found else self._running)[request_id] = request
         self.counts["requests"] += 1
 
@@ -171,7 +211,7 @@ class Engine:
         num_computed = len(request.seeds)
         taken = self._scheduler.swap.swap_out(
             request.id,
-            [request.blocks[:num_computed]],
+            self._in_use(request),
             request.hashes[:num_computed],
             num_computed_tokens=num_computed * BLOCK_SIZE,
         )
@@ -184,54 +224,112 @@ class Engine:
             self._end(self._running, request)
 
     def _preempt(self, request: Request) -> None:
-        num_tokens = len(request.hashes) * BLOCK_SIZE
-        held = ScheduledRequest(
-            request_id=request.id,
-            block_tables=[request.blocks],
-            block_hashes=request.hashes,
-            num_prompt_tokens=num_tokens,
-            num_computed_tokens=len(request.seeds) * BLOCK_SIZE,
-        )
-        self._scheduler.preempt(request.id, held=None if request.is_stale else held)
+        self._scheduler.preempt(request.id, held=None if request.is_stale else self._scheduled(request))
         self.counts["preempted"] += 1
         self._end(self._running, request)
 
     def _return(self) -> None:
         for request in list(self._swapped.values()):
             swap = self._scheduler.swap
-            fits = len(self._free) >= len(request.hashes) and swap.can_swap_in(request.id)
+            fits = self._has_room(len(request.hashes)) and swap.can_swap_in(request.id)
             if fits and self._rng.random() < 0.2:
-                request.blocks = self._take_blocks(len(request.hashes))
-                waits = swap.swap_in(request.id, [request.blocks[: swap.num_blocks(request.id)[0]]])
+                request.tables = self._grant(len(request.seeds), len(request.hashes))
+                waits = swap.swap_in(request.id, self._in_use(request))
                 (self._returning if waits else self._running)[request.id] = self._swapped.pop(request.id)
 
     def _compute(self) -> tuple[dict[int, int], list[ScheduledRequest]]:
         writes: dict[int, int] = {}
         changed = []
+        num_places = len(self._windows)
         for request in self._running.values():
             start = len(request.seeds)
-            if start < len(request.hashes) and len(writes) < MAX_WRITES - 3 and self._rng.random() < 0.8:
-                for i in range(start, min(start + self._rng.randint(1, 3), len(request.hashes))):
-                    seed = self._filler_seed() if request.is_stale else self._seed(request.hashes[i])
-                    request.seeds.append(seed)
-                    writes[request.blocks[i]] = seed
-                num_tokens, num_computed = len(request.hashes) * BLOCK_SIZE, len(request.seeds) * BLOCK_SIZE
-                changed.append(
-                    ScheduledRequest(
-                        request_id=request.id,
-                        block_tables=[request.blocks],
-                        block_hashes=request.hashes,
-                        num_prompt_tokens=num_tokens,
-                        num_computed_tokens=num_computed,
-                    )
-                )
+            num_writes = sum(place < ROWS for place in writes)
+            fits = num_writes < (MAX_WRITES - 3) * num_places and (self._state_group < 0 or self._rows.free)
+            if start < len(request.hashes) and fits and self._rng.random() < 0.8:
+                end = min(start + self._rng.randint(1, 3), len(request.hashes))
+                self._give_back_passed(request, start)
+                for i in range(start, end):
+                    request.seeds.append(self._filler_seed() if request.is_stale else self._seed(request.hashes[i]))
+                for group in range(num_places):
+                    for p in range(start, end):
+                        writes[request.tables[group][p]] = self._seed_of(request, group, p)
+                if self._state_group >= 0:
+                    row = request.tables[-1][end - 1] = self._take(self._rows)
+                    writes[ROWS + row] = self._seed_of(request, self._state_group, end - 1)
+                changed.append(self._scheduled(request))
         return writes, changed
 
+    def _scheduled(self, request: Request) -> ScheduledRequest:
+        num_computed = len(request.seeds) * BLOCK_SIZE
+        return ScheduledRequest(
+            request_id=request.id,
+            block_tables=request.tables,
+            block_hashes=request.hashes,
+            num_prompt_tokens=len(request.hashes) * BLOCK_SIZE,
+            num_computed_tokens=num_computed,
+            retained_tokens=(num_computed,) if self._num_groups > 1 and num_computed else (),
+        )
+
     def _overwrite_free_blocks(self, writes: dict[int, int]) -> None:
-        while self._to_overwrite and len(writes) < MAX_WRITES:
-            block_id, _ = self._to_overwrite.popitem(last=False)
-            self._evict(block_id)
-            writes[block_id] = self._filler_seed()
+        for pool, most in (self._blocks, MAX_WRITES * len(self._windows)), (self._rows, MAX_ROW_WRITES):
+            room = most - sum((place >= ROWS) == (pool is self._rows) for place in writes)
+            for _ in range(min(room, len(pool.to_overwrite))):
+                number, _ = pool.to_overwrite.popitem(last=False)
+                self._evict(pool.first_place + number)
+                writes[pool.first_place + number] = self._filler_seed()
+
+    # Layer groups.
+
+    def _needed(self, group: int, num_computed: int) -> range:
+        """Positions of the blocks that tokens after so many blocks depend on."""
+        if group == self._state_group:
+            return range(max(0, num_computed - 1), num_computed)
+        window = self._windows[group]
+        first = max(0, num_computed * BLOCK_SIZE - window + 1) // BLOCK_SIZE if window else 0
+        return range(first, num_computed)
+
+    def _in_use(self, request: Request) -> list[list[int]]:
+        """Per layer group, the blocks that the next token depends on."""
+        return [
+            [table[p] for p in self._needed(group, len(request.seeds))] for group, table in enumerate(request.tables)
+        ]
+
+    def _has_room(self, num_blocks: int) -> bool:
+        # Each request may need a row in every step.
+        needs_row = self._state_group >= 0 and len(self._rows.free) <= 2 * _MAX_REQUESTS
+        return len(self._blocks.free) >= num_blocks * len(self._windows) and not needs_row
+
+    def _grant(self, num_computed: int, num_blocks: int) -> list[list[int]]:
+        """Tables of a request whose first blocks are loaded or swapped in."""
+        tables = []
+        for group in range(len(self._windows)):
+            first = self._needed(group, num_computed).start
+            tables.append([NULL_BLOCK] * first + [self._take(self._blocks) for _ in range(first, num_blocks)])
+        if self._state_group >= 0:
+            tables.append([NULL_BLOCK] * num_blocks)
+            for p in self._needed(self._state_group, num_computed):
+                tables[-1][p] = self._take(self._rows)
+        return tables
+
+    def _give_back_passed(self, request: Request, start: int) -> None:
+        """Gives back what no step from block `start` on depends on."""
+        for group, table in enumerate(request.tables):
+            if group:
+                self._give_back_at(request, group, range(min(len(table), self._needed(group, start).start)))
+
+    def _give_back_at(self, request: Request, group: int, positions: Iterable[int]) -> None:
+        pool, table = self._rows if group == self._state_group else self._blocks, request.tables[group]
+        for p in positions:
+            if table[p] != NULL_BLOCK or self._num_groups == 1:
+                pool.give_back(table[p])
+                table[p] = NULL_BLOCK
+
+    def _place(self, group: int, number: int) -> int:
+        return ROWS + number if group == self._state_group else number
+
+    def _seed_of(self, request: Request, group: int, position: int) -> int:
+        """The seed of the contents of a block, or of the state after it."""
+        return request.seeds[position] + (group << 64)
 
     def _reset(self) -> None:
         self._scheduler.reset()
@@ -242,36 +340,51 @@ class Engine:
         self.counts["resets"] += 1
 
     def _loaded(self, request_id: str, num_valid_blocks: int) -> None:
-        request = self._running[request_id] = self._loading.pop(request_id)
+        request = self._loading[request_id]
+        if num_valid_blocks < len(request.loading) and self._num_groups > 1 and not self._restart(request):
+            return
+        self._running[request_id] = self._loading.pop(request_id)
         request.seeds = request.loading[:num_valid_blocks]
         self.counts["loaded"] += 1
+
+    def _restart(self, request: Request) -> bool:
+        """Begins a request anew whose load has failed: it needs the blocks that the windows had passed.
+
+        Returns:
+          Whether it has them; if not, it has ended.
+        """
+        self._scheduler.preempt(request.id)
+        self._give_back(request)
+        if not self._has_room(len(request.hashes)):
+            self._end(self._loading, request)
+            return False
+        request.tables = self._grant(0, len(request.hashes))
+        self._scheduler.admit(request.id, request.tables, num_loaded_tokens=0)
+        return True
 
     def _end(self, table: dict[str, Request], request: Request, *, cached: bool = False) -> None:
         del table[request.id]
         self._scheduler.finish(request.id)
-        if cached:
-            for i in range(len(request.seeds)):
-                self._cached[request.blocks[i]] = request.hashes, i + 1
-                self._block_of[request.hashes[i]] = request.blocks[i]
+        if cached and self._num_groups == 1:  # with several, HBM's evictions are not saved
+            for p in range(len(request.seeds)):
+                self._cached[request.tables[0][p]] = request.hashes, p + 1
+                self._block_of[request.hashes[p]] = request.tables[0][p]
         self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        for block_id in request.blocks:
-            self._free.append(block_id)
-            self._to_overwrite[block_id] = None
-        request.blocks = []
+        for group, table in enumerate(request.tables):
+            self._give_back_at(request, group, range(len(table)))
+        request.tables = []
 
-    def _take_blocks(self, num_blocks: int) -> list[int]:
-        blocks = [self._free.pop(self._rng.randrange(len(self._free))) for _ in range(num_blocks)]
-        for block_id in blocks:
-            self._to_overwrite.pop(block_id, None)
-            self._evict(block_id)
-        return blocks
+    def _take(self, pool: _Pool) -> int:
+        number = pool.take()
+        self._evict(pool.first_place + number)
+        return number
 
-    def _evict(self, block_id: int) -> None:
-        """Evicts the contents of a free block; the scheduler may save them first."""
-        hashes, num_blocks = self._cached.get(block_id, ([], 0))
-        if num_blocks and self._block_of.get(hashes[num_blocks - 1]) == block_id:
+    def _evict(self, place: int) -> None:
+        """Evicts the contents of a free block or row; the scheduler may save them first."""
+        hashes, num_blocks = self._cached.pop(place, ([], 0))
+        if num_blocks and self._block_of.get(hashes[num_blocks - 1]) == place:
             self._scheduler.evict(
                 CachedPrefix(
                     block_hashes=hashes,
@@ -282,7 +395,6 @@ class Engine:
             )
             del self._block_of[hashes[num_blocks - 1]]
             self.counts["evicted"] += 1
-        self._cached.pop(block_id, None)
 
     def _forget_cached(self) -> None:
         self._cached.clear()

@@ -8,7 +8,11 @@ from tpu_offload import KVLayout, StepPlan, StepReport
 
 BLOCK_SIZE = 4  # tokens
 NUM_LAYERS = 3
-MAX_WRITES = 12  # most blocks that one forward pass writes
+MAX_WRITES = 12  # most blocks that one forward pass writes, per layer group
+MAX_GROUPS = 3  # with attention
+MAX_ROW_WRITES = 12  # most rows of states
+ROWS = 2**32  # number of the first row of states where blocks and rows are numbered together
+NULL_BLOCK = 0  # where a block table has no block; granted to nobody in models with several groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Setup:
       seed: random seed.
       num_steps: steps before the engine ends its requests.
       num_blocks: blocks in the KV caches.
+      windows: per layer group beside full attention, its sliding window in tokens; all groups share the caches.
+      num_rows: rows of states; 0 for a model without states.
       settings: `OffloadConfig` settings of the scheduler and all workers.
       host_segment_chunks: chunks in a segment of the host pool.
       swap_blocks: size of the swap pool; 0 turns request swap off.
@@ -72,11 +78,14 @@ class Setup:
       available_chunks: by process, capacity of its memory in chunks; by default the configured number.
       worker_ids: by process, worker ids that differ from the process's number.
       num_workers: the scheduler's `num_workers`; None is the number of processes.
+      without_lockstep: each process continues copies when they are ready there, to test that the rig detects it.
     """
 
     seed: int = 0
     num_steps: int = 60
     num_blocks: int = 40
+    windows: tuple[int, ...] = ()
+    num_rows: int = 0
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     host_segment_chunks: int = 4
     swap_blocks: int = 0
@@ -90,6 +99,7 @@ class Setup:
     available_chunks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     worker_ids: Mapping[int, int] = dataclasses.field(default_factory=dict)
     num_workers: int | None = None
+    without_lockstep: bool = False
 
     @property
     def dispatches_alike(self) -> bool:
@@ -123,8 +133,8 @@ class Step:
       plan: the plan of the step; None if it has not arrived.
       before: plans delivered before it, each in a step without a forward pass.
       inside: a plan delivered again between `begin_step` and the forward pass of this step.
-      writes: by block, the seed of the KV that the forward pass writes.
-      expected: by block, the seed of its KV after the step; None compares nothing.
+      writes: by block, the seed of the KV that the forward pass writes; by `ROWS` plus row, of the state.
+      expected: likewise, the seed of its contents after the step; None compares nothing.
       known_losses: by process, the losses of its caches that the engine had handled when it planned the step.
       restart: whether the worker restarts before the step.
       without_caches: whether the restart loses the KV caches.
@@ -151,7 +161,7 @@ class Reply:
       num_losses: total losses of caches on this process.
       garbage: whether the forward pass computed on caches that some process had lost.
       num_checked: number of blocks compared.
-      wrong: (layer, block, device) of unexpected contents.
+      wrong: (array, block or row, device) of unexpected contents.
     """
 
     number: int

@@ -34,4 +34,5 @@ def available_nbytes(setup: Setup, layout: KVLayout, rank: int) -> int:
         return _PLENTY_NBYTES
     config = make_config(setup, layout, rank)
     chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
-    return int(num_chunks * chunk_nbytes / config.host_memory_fraction) + 1
+    share = config.state_share if layout.state_group is not None else 0.0
+    return int(num_chunks * chunk_nbytes / config.host_memory_fraction / (1 - share)) + 1

@@ -54,6 +54,21 @@ def test_copies_that_fail_on_one_process(run, settings):
     assert outcome.counts["restarts"]
 
 
+@pytest.mark.parametrize(
+    ("windows", "num_rows"), [((9,), 0), ((), 40), ((5, 14), 40)], ids=["windows", "states", "windows and states"]
+)
+def test_layer_groups(run, windows, num_rows):
+    """Every byte of every group, with failures on one process and restarts; and the same copies without them."""
+    model = {"windows": windows, "num_rows": num_rows, "num_blocks": 40 * (1 + len(windows))}
+    settings = {"num_cpu_chunks": 60, "state_share": 0.25}
+    outcome = run(seed=4, settings=settings, **model, faults={0: Faults(slow=0.3), 1: Faults(silence=0.2)})
+    assert_right(outcome)
+    assert outcome.counts["swapped in"]
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+    faults = {0: Faults(save=0.05), 1: Faults(load=0.05, caches=0.02)}
+    assert_right(run(seed=5, settings=settings, **model, faults=faults, restart=0.03, max_ahead=2))
+
+
 @pytest.mark.parametrize("num_chunks", [9, 12])
 def test_unequal_memory_gives_the_same_programs(run, num_chunks):
     outcome = run(seed=3, available_chunks={1: num_chunks}, swap_blocks=0)
@@ -128,6 +143,12 @@ def test_the_rig_finds_wrong_bytes(run):
     outcome = run(seed=3, faults={1: Faults(misplaced=1.0)})
     assert "wrong KV" in outcome.violation
     assert {rank for _, rank, _ in outcome.wrong} == {1}
+
+
+def test_a_planted_divergence_is_found(run):
+    """Without lockstep a host where copies take longer dispatches others, and the rig says so."""
+    outcome = run(seed=3, settings=STAGED, faults={1: Faults(slow=0.5)}, without_lockstep=True)
+    assert "process 1 has dispatched" in outcome.violation
 
 
 def test_the_rig_finds_unlike_copies(run):

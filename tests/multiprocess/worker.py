@@ -1,10 +1,9 @@
-"""One process of the rig: `python -m tests.multiprocess.worker RANK NUM_PROCESSES PORT FD`.
+"""One process of the rig: `python -m tests.multiprocess.worker RANK NUM_PROCESSES NUM_DEVICES PORT FD`.
 
 It executes the runs that the engine's process requests, one after the other, step by step.
 """
 
 import faulthandler
-import functools
 import os
 import random
 import signal
@@ -14,13 +13,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
-from jaxlib import _jax
 
 from tests.multiprocess.device import Device
 from tests.multiprocess.faulty import DispatchLog
 from tests.multiprocess.messages import Begin, End, Faults, Reply, Setup, Step
 from tests.multiprocess.settings import available_nbytes, make_config
-from tpu_offload import CachesLostError, KVLayout, OffloadError, OffloadWorker, StepPlan, StepReport
+from tpu_offload import CachesLostError, OffloadError, OffloadWorker, StepPlan, StepReport
+from tpu_offload.engine.host_process import join_hosts
 from tpu_offload.kernels.programs import Program
 
 
@@ -45,8 +44,8 @@ class WorkerRun:
         self.setup = setup
         self.rank = rank
         self.device = device
-        self.caches = device.make_caches(setup.num_blocks, mixed=setup.seed % 2 == 1)
-        self.layout = KVLayout.from_caches(self.caches, block_size=device.page_shape[0])
+        self.caches = device.make_caches(setup)
+        self.layout = device.layout(setup, self.caches)
         self.log = DispatchLog(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
         self.num_losses = 0
         self.incarnation = 0
@@ -118,6 +117,10 @@ class WorkerRun:
             incarnation=self.incarnation,
         )
         worker.wait_until_allocated()
+        if self.setup.without_lockstep and worker._tier is not None:
+            parts: list[Any] = [worker._tier, worker._tier._staging, *worker._tier._groups]
+            for part in parts:
+                part._lockstep = False
         return worker
 
 
@@ -145,15 +148,10 @@ def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
 
 
 def main() -> None:
-    rank, num_processes, port, fd = map(int, sys.argv[1:])
+    rank, num_processes, num_devices, port, fd = map(int, sys.argv[1:])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    # Loopback only; by default it listens on the machine's network address.
-    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(address, num_processes, rank, coordinator_bind_address=address)
-
+    join_hosts(rank, num_processes, num_devices=num_devices, port=port)
     try:
         compile_once()
         device = Device()

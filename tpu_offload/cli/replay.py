@@ -5,6 +5,7 @@ With `--preempt` it compares request swap with recompute of preempted requests.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tpu_offload.errors import InputError
 from tpu_offload.measure import check_backend
 from tpu_offload.replay import comparison, preempt, setup
 
+_DEFAULT_NUM_DEVICES = 4
+_MAX_PROCESSES = 64
 _SIZES = dataclasses.asdict(EngineConfig()) | dataclasses.asdict(ModelConfig())
 _PREEMPT_SIZES = preempt.ENGINE | dataclasses.asdict(preempt.MODEL)
 _DEFAULTS = {
@@ -36,14 +39,30 @@ _DEFAULTS = {
 @click.command(cls=Command, exclusive=[SOURCES])
 @click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption instead")
 @number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
+@number("--processes", "processes that share the model, on the CPU (1)", high=_MAX_PROCESSES, default=1)
+@number("--devices", f"--processes: devices of each ({_DEFAULT_NUM_DEVICES})", high=_MAX_PROCESSES)
 @serving_flags(_DEFAULTS)
 @click.pass_obj
-def command(argv: list[str], /, *, is_preempt: bool, rounds: int | None, json: Path | None, **flags: Any) -> int:
+def command(
+    argv: list[str],
+    /,
+    *,
+    is_preempt: bool,
+    rounds: int | None,
+    processes: int,
+    devices: int | None,
+    json: Path | None,
+    **flags: Any,
+) -> int:
     """Serves a workload twice, without and with offloading, in an HBM too small for it. The TPU_OFFLOAD_* variables
     apply. Exit status 1 if any output token differs.
     """
     if rounds is not None and not is_preempt:
         raise InputError(f"--rounds {rounds} requires --preempt")
+    if processes > 1 and is_preempt:
+        raise InputError(f"--processes {processes} with --preempt; expected one of them")
+    if devices is not None and processes == 1:
+        raise InputError(f"--devices {devices} requires --processes of at least 2")
     offload = OffloadConfig.from_env()
     check_backend()
     if is_preempt:
@@ -51,9 +70,21 @@ def command(argv: list[str], /, *, is_preempt: bool, rounds: int | None, json: P
         rounds = rounds or preempt.DEFAULT_NUM_ROUNDS
         compared = preempt.build_comparison(options, offload, num_rounds=rounds)
         return _print_preempt_report(_report(preempt.compare, compared, compared.constrained, json, argv))
-    options = serving_options(flags, engine=_SIZES, model=ModelConfig())
+    num_devices = processes * (devices or _DEFAULT_NUM_DEVICES) if processes > 1 else 1
+    options = serving_options(flags, engine=_SIZES, model=_model_for(num_devices))
     sized = comparison.size_setup(options, offload)
-    return _print_report(sized, _report(comparison.serve_twice, sized, sized, json, argv))
+    if processes == 1:
+        return _print_report(sized, _report(comparison.serve_twice, sized, sized, json, argv))
+    with setup.start_hosts(sized.model, num_hosts=processes, num_devices=num_devices // processes) as hosts:
+        compare = functools.partial(comparison.serve_twice, hosts=hosts)
+        return _print_report(sized, _report(compare, sized, sized, json, argv))
+
+
+def _model_for(num_devices: int) -> ModelConfig:
+    """The default model, with key and value heads for each device."""
+    model = ModelConfig()
+    num_kv_heads = math.lcm(model.num_kv_heads, num_devices)
+    return dataclasses.replace(model, num_kv_heads=num_kv_heads, num_heads=math.lcm(model.num_heads, num_kv_heads))
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.engine import Engine, EngineStats
+from tpu_offload.engine.hosts import HostError, Hosts
 from tpu_offload.engine.offloading import Seams
 from tpu_offload.engine.request import (
     FinishReason,
@@ -17,6 +18,8 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "HostError",
+    "Hosts",
     "ModelConfig",
     "PromptTokens",
     "Request",

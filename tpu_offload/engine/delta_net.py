@@ -29,6 +29,7 @@ from jax import lax
 from tpu_offload.engine.batch import StepInputs
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.config import ModelConfig
+from tpu_offload.engine.shards import Shards
 
 # At initialization a head forgets half of its state within this many tokens.
 _HALF_LIVES = 8.0, 512.0
@@ -74,7 +75,13 @@ class GatedDeltaNet(nnx.Module):
         return self.qkv(x).astype(c.kv_dtype), gates, gate
 
     def recur(
-        self, conv_cache: jax.Array, state_cache: jax.Array, qkv: jax.Array, gates: jax.Array, inputs: StepInputs
+        self,
+        conv_cache: jax.Array,
+        state_cache: jax.Array,
+        qkv: jax.Array,
+        gates: jax.Array,
+        inputs: StepInputs,
+        shards: Shards,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the step's tokens through the states, each request's from its own row, in order.
 
@@ -84,6 +91,7 @@ class GatedDeltaNet(nnx.Module):
           qkv: from `project`.
           gates: from `project`.
           inputs: the tokens of each request, and the rows to read and to write.
+          shards: the devices among which channels and heads of the caches are divided.
         Returns:
           f32[rows, heads, head_dim], 0 in rows that hold no token; and the caches.
         """
@@ -103,9 +111,10 @@ class GatedDeltaNet(nnx.Module):
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             conv_cache, state_cache, out = carry
             source, target = inputs.state_sources[i], inputs.state_targets[i]
-            conv, state = _read(conv_cache, source), _read(state_cache, source)
+            conv, state = shards.join(_read(conv_cache, source), 1), shards.join(_read(state_cache, source), 0)
             end = inputs.sample_rows[i] + 1
             conv, state, out = lax.fori_loop(inputs.first_rows[i], end, one_token, (conv, state, out))
+            conv, state = shards.own(conv, 1), shards.own(state, 0)
             conv_cache = lax.dynamic_update_slice_in_dim(conv_cache, conv[None], target, 0)
             return conv_cache, lax.dynamic_update_slice_in_dim(state_cache, state[None], target, 0), out
 

@@ -5,11 +5,10 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from tpu_offload import BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.config import EngineConfig, ModelConfig
+from tpu_offload.engine.hosts import HostOutput, HostRunner, Hosts
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
 from tpu_offload.engine.runner import ModelRunner, StepOutput, cache_layout
@@ -43,15 +42,17 @@ class EngineStats:
 
 
 class Engine:
-    """Serves requests on one device. All calls come from one thread.
+    """Serves requests on one device, or on those of several hosts. All calls come from one thread.
 
     Args:
       model_config: the model, with random weights.
       engine_config: sizes of the KV cache and of a step.
       offload: settings of the offload library; None serves without it.
       clock: monotonic seconds.
-      seams: for tests of the offload library.
+      seams: for tests of the offload library, on one device.
+      hosts: the processes that run the model, in place of this one; they serve one engine at a time.
     Raises:
+      HostError: a process of `hosts` has died, or refuses the settings; `step` and the other calls raise it too.
       ConfigError: the offload settings do not fit the layout.
       LayoutError: the model has layers with windows and the host tier is on.
     """
@@ -64,14 +65,25 @@ class Engine:
         offload: OffloadConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
         seams: Seams | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
-        self._runner = ModelRunner(model_config, engine_config)
-        layout = cache_layout(model_config, engine_config, self._runner.kv_caches)
+        self._runner: ModelRunner | HostRunner
+        if offload is not None and not offload.enabled and offload.swap_gb == 0:
+            offload = None
+        if hosts is None:
+            self._runner = ModelRunner(model_config, engine_config)
+            layout = cache_layout(model_config, engine_config, self._runner.kv_caches)
+        else:
+            layout = hosts.start(model_config, engine_config, offload)
+            self._runner = hosts.runner
         self._offload: Offloading | None = None
-        if offload is not None and (offload.enabled or offload.swap_gb != 0):
-            self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
+        if offload is not None:
+            workers = hosts.workers if hosts is not None else None
+            self._offload = Offloading(
+                offload, layout, self._runner.kv_caches, clock=clock, seams=seams, workers=workers
+            )
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
         self._scheduler = Scheduler(
             engine_config,
@@ -239,8 +251,7 @@ class Engine:
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:
         """Waits for the tokens of a step, and returns their outputs."""
         num_spans = len(step.batch)
-        tokens = np.asarray(step.output.tokens)[:num_spans].tolist()
-        logprobs = np.asarray(step.output.logprobs)[:num_spans].tolist()
+        tokens, logprobs = (values[:num_spans].tolist() for values in step.output.read())
         now_s = self._clock()
         if self._offload:
             # With async scheduling the step before was still running when this one was dispatched.
@@ -292,5 +303,5 @@ class _InFlight:
     """A dispatched step and its future results."""
 
     batch: Batch
-    output: StepOutput
+    output: StepOutput | HostOutput
     start_s: float

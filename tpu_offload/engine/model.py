@@ -15,6 +15,7 @@ from tpu_offload.engine.attention import map_row_tiles, paged_attention, write_k
 from tpu_offload.engine.batch import StepInputs
 from tpu_offload.engine.config import ModelConfig
 from tpu_offload.engine.delta_net import GatedDeltaNet
+from tpu_offload.engine.shards import Shards
 
 
 def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
@@ -145,7 +146,7 @@ class Decoder(nnx.Module):
         return self.head(self.norm(x))
 
     def forward(
-        self, kv_caches: list[jax.Array], inputs: StepInputs, copies: FusedCopies
+        self, kv_caches: list[jax.Array], inputs: StepInputs, copies: FusedCopies, shards: Shards
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Computes the step's tokens, and stores their KV and the states after them.
 
@@ -153,6 +154,7 @@ class Decoder(nnx.Module):
           kv_caches: as `ModelRunner.kv_caches`; donate them, they are updated.
           inputs: the batch.
           copies: what the offload library moves under the layers' compute; the caller finishes it.
+          shards: the devices among which the caches are divided; `kv_caches` are the parts of this one.
         Returns:
           f32[samples, vocab_size], the logits after each request's last token of this step, and the
           caches.
@@ -168,14 +170,14 @@ class Decoder(nnx.Module):
                 at = num_arrays + 2 * self.config.state_layers.index(i)
                 qkv, gates, gate = map_row_tiles(layer.project, inputs.num_tokens, x)
                 conv, states = caches[at : at + 2]
-                mixed, caches[at], caches[at + 1] = layer.mixer.recur(conv, states, qkv, gates, inputs)
+                mixed, caches[at], caches[at + 1] = layer.mixer.recur(conv, states, qkv, gates, inputs, shards)
                 x = map_row_tiles(layer.finish, inputs.num_tokens, x, mixed, gate)
                 continue
             group_id, j = places[i]
             q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
-            caches[j] = write_kv(caches[j], kv, inputs, group_id=group_id)
-            attended = paged_attention(q, caches[j], inputs, group_id=group_id, window=windows[group_id])
-            x = map_row_tiles(layer.finish, inputs.num_tokens, x, attended)
+            caches[j] = write_kv(caches[j], shards.own(kv, 1), inputs, group_id=group_id)
+            attended = paged_attention(shards.own(q, 1), caches[j], inputs, group_id=group_id, window=windows[group_id])
+            x = map_row_tiles(layer.finish, inputs.num_tokens, x, shards.join(attended, 1))
             if i in last_uses:
                 x, caches[j] = copies.after_layer(j, x, caches[j])
         return map_row_tiles(self.logits, inputs.num_samples, x[inputs.sample_rows]), caches

@@ -35,6 +35,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
+from tpu_offload.engine.hosts import HostWorkers
 from tpu_offload.engine.kv_blocks import num_skipped_blocks
 from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
 
@@ -57,15 +58,16 @@ class Seams:
 class Offloading:
     """Glue between this engine and the library.
 
-    A multi-host engine would keep the `OffloadScheduler` with its scheduler, an `OffloadWorker` with each of its
-    workers, and send plans and reports between them. Here both are in one process.
+    The `OffloadScheduler` is here, beside the engine's scheduler. The `OffloadWorker` is in the process that has the
+    caches: this one, or those of `hosts`, each with its own.
 
     Args:
       config: the library's settings.
       layout: the geometry of the caches.
-      kv_caches: the HBM caches.
+      kv_caches: the HBM caches; empty with `workers`.
       clock: monotonic seconds.
       seams: for tests.
+      workers: the workers on several hosts, in place of one in this process.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Offloading:
         *,
         clock: Callable[[], float],
         seams: Seams | None = None,
+        workers: HostWorkers | None = None,
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
@@ -90,9 +93,12 @@ class Offloading:
         # Sequences that may complete blocks to save. Generating ones are included only if generated tokens are saved;
         # then finding the few that complete a block costs one comparison each.
         self._watched: set[Sequence] = set()
-        self._scheduler = OffloadScheduler(config, layout, clock=clock)
+        num_workers = workers.num_hosts if workers is not None else 1
+        self._scheduler = OffloadScheduler(config, layout, num_workers=num_workers, clock=clock)
         self._has_storage = config.storage_chunks > 0
-        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
+        self._worker = workers or OffloadWorker(
+            config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier
+        )
 
     def look_up(self, sequence: Sequence, *, num_computed_tokens: int) -> int | None:
         """Looks up the host tier beyond the blocks found in HBM. Then call `start_load` or `release`.
@@ -185,7 +191,9 @@ class Offloading:
 
     def mark_caches_lost(self) -> None:
         """The KV caches were lost and replaced. Then call `abandon` for every sequence that holds blocks."""
-        self._scheduler.mark_caches_lost(self._worker.cache_epoch)
+        worker = self._worker
+        for epoch in worker.cache_epochs if isinstance(worker, HostWorkers) else (worker.cache_epoch,):
+            self._scheduler.mark_caches_lost(epoch)
 
     def reset(self) -> None:
         """Invalidates everything in host memory. The next updates name the sequences whose loads or swaps are lost."""
@@ -265,7 +273,11 @@ class Offloading:
         Args:
           wait: block until a copy ends, because the engine has nothing else to do.
         """
-        reports = self._relay(self._worker.poll(wait=wait))
+        worker = self._worker
+        if isinstance(worker, HostWorkers):
+            reports: List[StepReport] = worker.poll(wait=wait)
+        else:
+            reports = self._relay(worker.poll(wait=wait))
         if len(reports) == 1:
             return self._scheduler.apply(reports[0])
         if not reports:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tpu_offload.config import OffloadConfig
+from tpu_offload.engine import Hosts
 from tpu_offload.errors import InputError, TransferError
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.measure import Geometry, measure_copy_rates
@@ -64,7 +65,11 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
 
 
 def serve_twice(
-    setup: Setup, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
+    setup: Setup,
+    *,
+    start: Callable[[str], Callable[[], None]],
+    stop: Callable[[], bool],
+    hosts: Hosts | None = None,
 ) -> dict[str, Any]:
     """Serves a workload without and with offloading; returns the report.
 
@@ -72,18 +77,27 @@ def serve_twice(
       setup: workload and sizes.
       start: called with the name of each run; returns a function to call after each of its requests.
       stop: called before each step; True ends the run.
+      hosts: the processes that run the model in both runs. Then it is served once more, without offloading, in this
+        process, and both runs are compared with that one.
     """
     block_size = setup.engine.block_size
-    baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop)
-    offload, stats = serve_once(setup, setup.offload, on_finish=start("offload"), stop=stop)
+    alone = serve_once(setup, None, on_finish=start("one process"), stop=stop)[0] if hosts is not None else None
+    baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop, hosts=hosts)
+    offload, stats = serve_once(setup, setup.offload, on_finish=start("offload"), stop=stop, hosts=hosts)
     differences, num_compared = find_differences(baseline.records, offload.records)
+    if alone is not None:
+        for name, run in ("baseline", baseline), ("offload", offload):
+            found, num_both = find_differences(alone.records, run.records, names=("one process", name))
+            differences += found
+            num_compared = min(num_compared, num_both)
     one = run_numbers(baseline, block_size=block_size)
     other = run_numbers(offload, block_size=block_size) | offload_numbers(stats or OffloadStats())
-    if stats and offload.complete:
+    if stats and offload.complete and hosts is None:
         other["transfers"]["copy_rates"] = _copy_rates(setup)
     recomputed = one["prompt_tokens"]["recomputed"]
     return {
         **describe(setup),
+        "processes": {"num": hosts.num_hosts if hosts else 1, "num_devices": hosts.num_devices if hosts else 1},
         **outcome([difference.as_dict() for difference in differences], num_compared),
         "loaded_share_of_recomputed": other["prompt_tokens"]["host"] / recomputed if recomputed else None,
         "host_hits": hit_ttfts(baseline, offload),

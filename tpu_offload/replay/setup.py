@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.copy_profile import CopyProfile
-from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.engine import Engine, EngineConfig, Hosts, ModelConfig, SamplingParams
 from tpu_offload.engine.kv_blocks import most_blocks
 from tpu_offload.engine.runner import cache_layout, cache_shapes
+from tpu_offload.engine.shards import check_shards
 from tpu_offload.errors import InputError
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
@@ -279,6 +280,24 @@ def host_sizes(setup: Setup, *, num_chunks: int, num_states: int) -> dict[str, A
     return {"num_cpu_chunks": total_nbytes // chunk_nbytes + 2, "state_share": share}
 
 
+def start_hosts(model: ModelConfig, *, num_hosts: int, num_devices: int) -> Hosts:
+    """Starts the processes that share a model, and this machine's memory.
+
+    Args:
+      model: the model.
+      num_hosts: number of processes.
+      num_devices: devices of each.
+    Raises:
+      InputError: the devices are not those of the CPU backend.
+      ConfigError: the model cannot be divided among so many devices.
+      HostError: a process does not start.
+    """
+    if jax.default_backend() != "cpu":
+        raise InputError(f"--processes {num_hosts} on {jax.default_backend()}; expected JAX_PLATFORMS=cpu")
+    check_shards(model, num_hosts * num_devices)
+    return Hosts(num_hosts, num_devices, available_nbytes=available_nbytes() // num_hosts)
+
+
 def describe(setup: Setup) -> dict[str, Any]:
     """The setup in the JSON file."""
     workload = setup.workload
@@ -298,7 +317,12 @@ def describe(setup: Setup) -> dict[str, Any]:
 
 
 def serve_once(
-    setup: Setup, offload: OffloadConfig | None, *, on_finish: Callable[[], None], stop: Callable[[], bool]
+    setup: Setup,
+    offload: OffloadConfig | None,
+    *,
+    on_finish: Callable[[], None],
+    stop: Callable[[], bool],
+    hosts: Hosts | None = None,
 ) -> tuple[ServedRun, OffloadStats | None]:
     """Serves the workload with a fresh engine, after compilation; serves nothing if `stop` is already True.
 
@@ -307,12 +331,14 @@ def serve_once(
       offload: settings that replace the setup's; None serves without the library.
       on_finish: called after each request.
       stop: called before each step; True ends the run.
+      hosts: the processes that run the model; None runs it in this one.
     Returns:
       The run, and the library's counters.
     """
     if stop():
         return ServedRun((), 0.0, complete=False), None
-    with contextlib.closing(Engine(setup.model, setup.engine, offload=offload, clock=time.perf_counter)) as engine:
+    engine = Engine(setup.model, setup.engine, offload=offload, clock=time.perf_counter, hosts=hosts)
+    with contextlib.closing(engine):
         engine.warm_up()
         engine.wait_for_host_memory()
         run = serve(

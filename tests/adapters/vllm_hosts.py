@@ -1,0 +1,174 @@
+"""A vLLM executor for several hosts on one machine, in place of the one for Ray.
+
+Each host is a process with a real tpu-inference worker (`vllm_host`); together they have one model on the devices of
+all. As in vLLM's executors for several hosts, one pickled call goes to every worker, and vLLM's `KVOutputAggregator`
+joins what the connectors answer.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+from vllm.v1.executor.abstract import Executor
+
+ROOT = Path(__file__).parents[2]
+_ANSWER_S = 240.0
+
+
+class HostsError(Exception):
+    """A host has died or does not answer; the message has the end of its log."""
+
+
+class NodesOfRay:
+    """A Ray cluster of so many nodes, as far as the connector asks Ray."""
+
+    def __init__(self, num_hosts: int) -> None:
+        self._num_hosts = num_hosts
+
+    def install(self) -> None:
+        import ray
+        from vllm.platforms import current_platform
+
+        node = {"Alive": True, "Resources": {current_platform.ray_device_key: 1.0}}
+        ray.nodes = lambda: [node] * self._num_hosts
+
+
+class HostsExecutor(Executor):
+    """See the module."""
+
+    num_hosts = 2
+    num_devices = 1
+    available_nbytes = 0, 0
+    """By host, the free host memory that it measures; 0 is what there is."""
+
+    def _init_executor(self) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Any] = []
+        self._logs: list[Any] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for host in range(self.num_hosts):
+            ours, theirs = multiprocessing.Pipe()
+            log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+            available = self.available_nbytes[host]
+            words = [str(word) for word in (host, self.num_hosts, self.num_devices, port, available, theirs.fileno())]
+            self._children.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", "tests.adapters.vllm_host", *words],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                )
+            )
+            theirs.close()
+            self._connections.append(ours)
+            self._logs.append(log)
+        for host in range(self.num_hosts):
+            self._receive(host)
+        kwargs = {
+            "vllm_config": self.vllm_config,
+            "local_rank": 0,
+            "rank": 0,
+            "distributed_init_method": "",
+            "is_driver_worker": True,
+            "shared_worker_lock": None,
+        }
+        self.collective_rpc("init_worker", kwargs={"all_kwargs": [kwargs]})
+        self.collective_rpc("init_device")
+        self.collective_rpc("load_model")
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        message = cloudpickle.dumps((method, args, kwargs or {}))
+        for host, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(message)
+            except OSError as e:
+                raise self._error(host) from e
+        results = [self._receive(host) for host in range(self.num_hosts)]
+        if not non_block:
+            return results
+        future: Future[Any] = Future()
+        future.set_result(results)
+        return future
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        return self._joined("execute_model", scheduler_output, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return self._joined("sample_tokens", grammar_output, non_block)
+
+    def kill(self, host: int) -> None:
+        self._children[host].send_signal(signal.SIGKILL)
+
+    def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for child in self._children:
+            child.kill()
+            child.wait()
+        for log in self._logs:
+            log.close()
+        self._children, self._connections, self._logs = [], [], []
+
+    def _joined(self, method: str, argument: Any, non_block: bool) -> Any:
+        """The output of the first host, with what the connectors of all hosts report, as in vLLM's own executors."""
+        outputs = self.collective_rpc(method, args=(argument,))
+        aggregator = self.kv_output_aggregator
+        output = outputs[0] if aggregator is None else aggregator.aggregate(outputs, 0)
+        if not non_block:
+            return output
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return future
+
+    def _receive(self, host: int) -> Any:
+        """The next answer of a host. Any host that ends meanwhile, ends the wait."""
+        connection = self._connections[host]
+        pidfds = {os.pidfd_open(child.pid): i for i, child in enumerate(self._children) if child.poll() is None}
+        try:
+            ready: list[Any] = multiprocessing.connection.wait([connection, *pidfds], _ANSWER_S)
+            if connection in ready:
+                message = connection.recv_bytes()
+                return cloudpickle.loads(message) if message else None
+        except (EOFError, OSError) as e:
+            raise self._error(host) from e
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
+        if not ready:
+            raise HostsError(f"host {host} has not answered for {_ANSWER_S:g} s: {self._tails()}")
+        raise self._error(pidfds[ready[0]])
+
+    def _error(self, host: int) -> HostsError:
+        status = self._children[host].wait()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}: {self._tails()}"
+        return HostsError(f"host {host} of {self.num_hosts} has died ({how})")
+
+    def _tails(self) -> str:
+        tails = []
+        for host, log in enumerate(self._logs):
+            log.seek(0)
+            tails.append(f"--- host {host} wrote:\n{log.read().decode(errors='replace')[-6000:]}")
+        return "\n".join(tails)
