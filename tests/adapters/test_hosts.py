@@ -19,7 +19,7 @@ CONNECTOR = ours(num_cpu_chunks=64, host_segment_gb=1e-4)  # with memory for 64 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, kept_vllm):
     settings = kept_vllm.settings_of_another() | {"TPU_MULTIHOST_BACKEND": "ray"}
-    process = Process(tmp_path_factory.mktemp("vllm-home"), settings, "hosts_runs")
+    process = Process(tmp_path_factory.mktemp("vllm-home"), settings, module="hosts_runs")
     steps = [
         *TURNS,
         {"do": "stats"},
