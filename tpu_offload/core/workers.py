@@ -23,7 +23,6 @@ _SAME_ON_ALL_WORKERS = {
 }
 _SAME_IN_ONE_PROGRAM = {
     "segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier",
-    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB, TPU_OFFLOAD_STATE_SHARE and the size of the host tier",
 }
 _SAME_AS_SCHEDULER = {
     "fingerprint": "the model and its KV caches, of which the scheduler's layout was made",
@@ -32,6 +31,7 @@ _SAME_AS_SCHEDULER = {
     "max_load_blocks": "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP",
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
+    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier (TPU_OFFLOAD_HOST_GB)",
     "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and TPU_OFFLOAD_NUM_STORAGE_CHUNKS",
 }
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
@@ -39,7 +39,9 @@ _SAME_AS_SCHEDULER = {
 
 def expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
     """For each field in `_SAME_AS_SCHEDULER`, the value that every worker's setup must have."""
+    segments = config.host_segments(layout) if config.enabled else None
     return {
+        "segment_states": segments.segment_states if segments is not None else 0,
         "fingerprint": layout.fingerprint().hex(),
         "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
         "staging_blocks": config.staging_blocks(layout) if config.enabled else 0,
