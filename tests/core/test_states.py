@@ -275,6 +275,21 @@ def test_a_preempted_request_returns_to_its_last_state() -> None:
     assert engine.serve("a", tokens(50)) == 24
 
 
+def test_the_state_of_a_preempted_request_is_not_saved_from_lost_caches() -> None:
+    """Its chunks are in the host tier already, so the state would be found by the next request."""
+    engine = state_engine(save_on="compute,preemption")
+    assert engine.add("a", tokens(50)) is not None
+    engine.step({"a": 24})
+    engine.settle()
+    engine.remove("a", preempt=True)
+    engine.scheduler.mark_caches_lost()
+    num_plans = len(engine.plans)
+    engine.step()
+    engine.settle()
+    assert [job for plan in engine.plans[num_plans:] for job in plan.jobs] == []
+    assert engine.serve("b", tokens(50)) == 0
+
+
 def test_one_preempted_inside_a_block_has_no_state_there() -> None:
     engine = state_engine(save_on="preemption")
     assert engine.add("a", tokens(50)) is not None
