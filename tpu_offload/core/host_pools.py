@@ -81,14 +81,14 @@ class HostPools:
             return
         known = self._num_slots[report.worker_id]
         reported = report.num_host_chunks, report.num_host_states
+        if self._moves is not None:
+            reported = self._moves.within_limits(reported)
         if reported[0] > known[0] or reported[1] > known[1]:
             self._num_slots[report.worker_id] = max(known[0], reported[0]), max(known[1], reported[1])
             self._grow()
 
     def restart(self, report: StepReport) -> None:
         """A worker has restarted; `apply` follows with what it has."""
-        if self._moves is not None:
-            self._moves.restart(report.worker_id)
         self._num_slots[report.worker_id] = 0, 0
         reported = report.num_host_chunks, report.num_host_states
         if self._moves is not None and not self._moves.accepts(report):
@@ -161,9 +161,10 @@ class SegmentMoves:
             self._capacity[report.worker_id] = report.num_host_segments
         return report.division_id == self._id
 
-    def restart(self, worker_id: int) -> None:
-        """A worker has restarted, and may have more memory than before."""
-        self._capacity[worker_id] = self._segments.num_segments
+    def within_limits(self, num_slots: _Sizes) -> _Sizes:
+        """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
+        chunks, states = self._slots_of(*self._limits)
+        return min(num_slots[0], chunks), min(num_slots[1], states)
 
     def plan(self, now_s: float) -> HostDivision | None:
         """Continues or begins a move; returns the division for the coming plan, None for the first one."""
@@ -223,7 +224,7 @@ class SegmentMoves:
         self._counts.num_moved_segments += moved
         chunks, states = self._slots_of(*self._limits)
         for worker_id, known in self._known.items():
-            self._known[worker_id] = min(known[0], chunks), min(known[1], states)
+            self._known[worker_id] = self.within_limits(known)
         _logger.info(
             "%d segments of the host tier moved; it has memory for %d chunks and %d states now (%d and %d segments of "
             "%.3g GB)",
