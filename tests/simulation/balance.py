@@ -20,10 +20,10 @@ class DrawnBalance:
         self.wanted: Pool | None = None
         self.is_even = False
 
-    def restart(self) -> None:
-        self._rule.restart()
+    def restart(self, now: int) -> None:
+        self._rule.restart(now)
 
-    def choose(self, *, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
+    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
         if self.is_even:
             if abs(num_segments[0] - num_segments[1]) < 2:
                 return None
@@ -31,4 +31,4 @@ class DrawnBalance:
         wanted, self.wanted = self.wanted, None
         if wanted is not None:
             return wanted if num_segments[wanted.other] > 1 else None
-        return self._rule.choose(num_segments=num_segments, num_free=num_free)
+        return self._rule.choose(now=now, num_segments=num_segments, num_free=num_free)

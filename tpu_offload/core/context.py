@@ -13,7 +13,7 @@ from tpu_offload.core.completion import Completion
 from tpu_offload.core.engine_api import RequestLimits
 from tpu_offload.core.index import ChunkIndex, PoolBalance
 from tpu_offload.core.jobs import JobTable
-from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_maker, find_policy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, check_maker, find_policy
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap_pool import SwapPool
@@ -90,7 +90,7 @@ class TierContext:
         balance = None
         if segments is not None:
             slots = segments.segment_chunks, segments.segment_states
-            balance = PoolBalance(slots, move_size=segments.move_size)
+            balance = PoolBalance(slots, move_size=segments.move_size, chunks_by_age=policy is LRUPolicy)
         index = ChunkIndex(
             PriorityPolicy(policy),
             record=record_events,

@@ -189,7 +189,7 @@ class SegmentMoves:
         """Begins a move if the rule wants one."""
         index = self._index
         num_free = index.num_free_slots, index.num_free_state_slots
-        taker = self._balance.choose(num_segments=self._limits, num_free=num_free)
+        taker = self._balance.choose(now=index.num_requests, num_segments=self._limits, num_free=num_free)
         if taker is None:
             return
         size = self._segments.move_size if taker is Pool.CHUNKS else -self._segments.move_size
@@ -214,13 +214,13 @@ class SegmentMoves:
             _logger.info("the host tier stays as it is: some of the memory that was to move is in use all the time")
             self._goal = self._limits
             self._on_change()
-            self._balance.restart()
+            self._balance.restart(self._index.num_requests)
 
     def _change(self) -> None:
         moved = sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
         self._limits = self._goal
         self._id += 1
-        self._balance.restart()
+        self._balance.restart(self._index.num_requests)
         self._counts.num_moved_segments += moved
         chunks, states = self._slots_of(*self._limits)
         for worker_id, known in self._known.items():

@@ -94,6 +94,11 @@ class ChunkIndex:
         return len(self._slots.free)
 
     @property
+    def num_requests(self) -> int:
+        """With states: requests so far, as ages of evicted entries count them."""
+        return self._ages.now if self._ages is not None else 0
+
+    @property
     def num_free_state_slots(self) -> int:
         """Likewise, slots of states."""
         return len(self._state_slots.free)

@@ -5,10 +5,16 @@ was last used equally long ago. So the pool whose evicted entries were used more
 slabs move in memcached ("slab automove"), and a pool with room to spare gives it to one that evicts. Age is counted in
 requests: how many came since an entry was last used.
 
-Moves cost entries, so three things keep memory where it is. Ages are compared over a window, in which a pool has
-evicted as much as a move brings. A move must pay: after it, with ages in proportion to size, the pool that gets memory
-must still evict younger entries than the other, by a margin. And a pool without evictions gives memory only if it has
-more free slots than a move takes, or if the other has evicted for several windows.
+Moves cost entries, so memory stays where it is unless there is a reason:
+
+- Evictions are counted over a window: until a pool has evicted as many entries as a move takes, and for as many
+  requests as a quarter of their mean age, so that the last move has had its effect.
+- If both pools have evicted in the window, a move must pay: after it, with ages in proportion to size, the pool that
+  gets memory must still evict younger entries than the other, by a margin.
+- If only one has, it gets memory if the other has had free slots for more than a move through the window, or has not
+  evicted for as many requests as the entries of the first live: then its own live longer.
+- Ages of chunks mean little if the eviction policy is not LRU, since others evict young entries by choice. Then chunks
+  get only memory that states have free.
 
 References:
   memcached: slab_automove.c.
@@ -16,13 +22,14 @@ References:
 
 import dataclasses
 import enum
+import sys
 from collections.abc import Sequence
 from typing import final
 
 _MARGIN = 1.1  # by which ages must differ after a move
 _LEAST_EVICTED = 8  # entries in a window
 _SPARE = 1.5  # free slots of a pool that gives memory it does not use, in moves
-_QUIET_WINDOWS = 2  # of one pool, without an eviction of the other
+_WINDOW_AGE = 0.25  # requests in a window, in mean ages of evicted entries
 
 
 class Pool(enum.IntEnum):
@@ -62,12 +69,17 @@ class PoolBalance:
     Args:
       segment_slots: slots in a segment of each pool.
       move_size: segments that move at a time.
+      chunks_by_age: whether chunks are evicted by their age.
     """
 
-    def __init__(self, segment_slots: Sequence[int], *, move_size: int) -> None:
+    def __init__(self, segment_slots: Sequence[int], *, move_size: int, chunks_by_age: bool = True) -> None:
+        self._chunks_by_age = chunks_by_age
         self._move_slots = [move_size * num for num in segment_slots]
         self._move_size = move_size
-        self._num_quiet_windows = 0
+        self._least_free = sys.maxsize, sys.maxsize  # slots, since the window began
+        self._begun_at = 0  # requests
+        self._last_evicted_at = [0, 0]
+        self._num_seen = [0, 0]  # evictions in this window
         self._windows = _Window(), _Window()
 
     def note_evicted(self, pool: Pool, num_entries: int, age: int) -> None:
@@ -76,53 +88,59 @@ class PoolBalance:
         window.num_evicted += num_entries
         window.sum_of_ages += num_entries * age
 
-    def restart(self) -> None:
-        """Forgets all evictions: the pools have other sizes now."""
-        self._num_quiet_windows = 0
-        self._begin_window()
+    def restart(self, now: int) -> None:
+        """Forgets all evictions: the pools have other sizes since request `now`."""
+        self._last_evicted_at = [now, now]
+        self._begin_window(now)
 
-    def choose(self, *, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
+    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
         """The pool that gets a move's segments from the other; None if memory stays where it is. O(1).
 
         Args:
+          now: requests so far.
           num_segments: segments of each pool.
           num_free: free slots of each pool.
         """
-        if not (self._windows[0].num_evicted or self._windows[1].num_evicted):
+        windows = self._windows
+        if not (windows[0].num_evicted or windows[1].num_evicted):
+            self._begin_window(now)
             return None
-        for taker in Pool:
-            giver = taker.other
-            if (
-                self._windows[taker].num_evicted
-                and num_segments[giver] > self._move_size
-                and num_free[giver] >= _SPARE * self._move_slots[giver]
-            ):
-                return taker
-        for taker in Pool:
-            if self._windows[taker].num_evicted >= max(_LEAST_EVICTED, self._move_slots[taker]):
-                chosen = self._compare(num_segments)
-                self._begin_window()
-                return chosen
-        return None
+        self._least_free = min(self._least_free[0], num_free[0]), min(self._least_free[1], num_free[1])
+        for pool in Pool:
+            if windows[pool].num_evicted != self._num_seen[pool]:
+                self._num_seen[pool], self._last_evicted_at[pool] = windows[pool].num_evicted, now
+        if not any(self._is_complete(pool, now) for pool in Pool):
+            return None
+        taker = self._taker(now, num_segments)
+        self._begin_window(now)
+        return taker if taker is not None and num_segments[taker.other] > self._move_size else None
 
-    def _compare(self, num_segments: Sequence[int]) -> Pool | None:
+    def _is_complete(self, pool: Pool, now: int) -> bool:
+        window = self._windows[pool]
+        if window.num_evicted < max(_LEAST_EVICTED, self._move_slots[pool]):
+            return False
+        return now - self._begun_at >= _WINDOW_AGE * window.mean_age
+
+    def _taker(self, now: int, num_segments: Sequence[int]) -> Pool | None:
         """At the end of a window: the pool that evicts too early."""
         windows = self._windows
         if not all(window.num_evicted for window in windows):
-            # Nothing is known of the other pool's ages, but that its entries live longer than the window.
             taker = Pool.CHUNKS if windows[Pool.CHUNKS].num_evicted else Pool.STATES
-            self._num_quiet_windows += 1
-            if self._num_quiet_windows < _QUIET_WINDOWS:
-                return None
-        else:
-            self._num_quiet_windows = 0
-            taker = min(Pool, key=lambda pool: windows[pool].mean_age / num_segments[pool])
-            young, old = windows[taker].mean_age, windows[taker.other].mean_age
-            more = (num_segments[taker] + self._move_size) / num_segments[taker]
-            less = (num_segments[taker.other] - self._move_size) / num_segments[taker.other]
-            if young * more * _MARGIN > old * less:
-                return None
-        return taker if num_segments[taker.other] > self._move_size else None
+            other = taker.other
+            is_spare = self._least_free[other] >= _SPARE * self._move_slots[other]
+            is_old = now - self._last_evicted_at[other] >= _MARGIN * windows[taker].mean_age
+            return taker if is_spare or (is_old and self._goes_by_age(taker)) else None
+        taker = min(Pool, key=lambda pool: windows[pool].mean_age)
+        young, old = windows[taker].mean_age, windows[taker.other].mean_age
+        more = (num_segments[taker] + self._move_size) / num_segments[taker]
+        less = (num_segments[taker.other] - self._move_size) / num_segments[taker.other]
+        return taker if young * more * _MARGIN <= old * less and self._goes_by_age(taker) else None
 
-    def _begin_window(self) -> None:
+    def _goes_by_age(self, taker: Pool) -> bool:
+        """Whether a pool may get memory because its entries are evicted young."""
+        return self._chunks_by_age or taker is not Pool.CHUNKS
+
+    def _begin_window(self, now: int) -> None:
+        self._begun_at, self._num_seen = now, [0, 0]
+        self._least_free = sys.maxsize, sys.maxsize
         self._windows = _Window(), _Window()
