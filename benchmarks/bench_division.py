@@ -1,9 +1,9 @@
 """What is it worth that memory moves between chunks and states: the hit rate, beside every fixed division?
 
 The scheduler alone serves made-up traffic that changes: many short conversations, where states need most of the host
-tier; few long documents, where KV does; and the conversations again. Then, from an empty tier, prompts of which states and KV
-need the same. HBM keeps nothing. Sizes are those of Qwen3.5-397B with an fp8 KV cache: a state takes as much as the KV of 12,500
-tokens. No bytes are copied.
+tier; few long documents, where KV does; and the conversations again. Then, from an empty tier, prompts of which states
+and KV need the same. HBM keeps nothing. A state takes as much as the KV of 12,288 tokens, about as in Qwen3.5-397B with
+an fp8 KV cache. No bytes are copied.
 
   python benchmarks/bench_division.py --json division.json
 """
