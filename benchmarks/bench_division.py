@@ -96,8 +96,9 @@ class Server:
         self.sizes = segments.divide(segments.num_segments, share)
         self.division_id = 0
         self.scheduler = OffloadScheduler(config, LAYOUT)
+        rule: Any = self.scheduler._pools._moves
         if not moves:
-            self.scheduler._pools._moves._balance = _Never()
+            rule._balance = _Never()
         self.num_requests = 0
         self.run(self.scheduler.plan_step())
 
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         moving = runs["moving"][number]
         rows.append(
             [name, f"{rates['moving']:.3f}", f"{moving['learning_hit_rate']:.3f}", f"{moving['share']:.2f}",
-             f"{rates.get('0.5', float('nan')):.3f}", f"{rates[best]:.3f} ({best})", moving["moved_segments"]]
+             f"{rates.get('0.5', float('nan')):.3f}", f"{rates[best]:.3f} ({best})", str(moving["moved_segments"])]
         )  # fmt: skip
     headers = [
         "phase",

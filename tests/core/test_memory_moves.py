@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine
-from tpu_offload import HostDivision
+from tpu_offload import BlockHash, HostDivision
 from tpu_offload.core.index import Pool
 
 CHUNKS, STATES = 4, 5  # in a segment
@@ -107,7 +107,7 @@ def test_states_give_memory_to_chunks() -> None:
 
 def test_what_a_request_was_promised_is_waited_for() -> None:
     tier = full_tier()
-    scheduler, hashes = tier.engine.scheduler, []
+    scheduler, hashes = tier.engine.scheduler, list[BlockHash]()
     tier.engine.hasher.extend(hashes, tokens(17, start=7000))
     assert scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     tier.rule.wanted = Pool.STATES
@@ -120,7 +120,7 @@ def test_what_a_request_was_promised_is_waited_for() -> None:
 
 def test_a_move_whose_memory_stays_in_use_is_given_up() -> None:
     tier = full_tier()
-    scheduler, hashes = tier.engine.scheduler, []
+    scheduler, hashes = tier.engine.scheduler, list[BlockHash]()
     tier.engine.hasher.extend(hashes, tokens(17, start=7000))
     scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0)
     tier.rule.wanted = Pool.STATES

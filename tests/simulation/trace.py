@@ -358,7 +358,7 @@ def _with_groups(setup: Setup, rng: random.Random) -> Setup:
         states["max_drafts"], states["num_rows"] = 0, rng.choice([4, 8, 24])
         states |= _draw_segments(rng) if setup.num_slots else {}
     events = [event for event in setup.save_on.split(",") if event != "eviction"]
-    others = {
+    others: dict[str, Any] = {
         "windows": windows,
         "save_on": ",".join(events) or rng.choice(["compute", "preemption"]),
         "num_blocks": setup.num_blocks * (1 + len(windows)),

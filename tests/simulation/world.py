@@ -76,7 +76,7 @@ class World:
             null_block=NULL if len(groups) > 1 else None,
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
-        moves = self.scheduler._pools._moves
+        moves: Any = self.scheduler._pools._moves
         self.balance: DrawnBalance | None = None
         if moves is not None:
             self.balance = moves._balance = DrawnBalance(moves._balance)

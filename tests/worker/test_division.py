@@ -107,16 +107,16 @@ def test_a_segment_that_cannot_be_allocated_lowers_what_is_reported(monkeypatch:
 
 
 def test_a_segment_in_use_is_freed_later() -> None:
-    _, worker = engine_and_worker()
-    group = worker._tier._groups[0]  # type: ignore[union-attr]
+    worker: Any = engine_and_worker()[1]
+    group = worker._tier._groups[0]
 
     class Flight:
         segment_id = 12
 
     divide(worker, 1, 10, 20)
-    group.flights.append(Flight())  # type: ignore[arg-type]
+    group.flights.append(Flight())
     for _ in range(3):
-        worker._tier.advance_division()  # type: ignore[union-attr]
+        worker._tier.advance_division()
     assert group.memory.arena.num_segments_ready == 15
     group.flights.clear()
     assert settle(worker, 30 * 2048) == (20, 100)
