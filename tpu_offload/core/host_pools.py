@@ -51,7 +51,8 @@ class HostPools:
         self._num_slots: dict[int, _Sizes] = dict.fromkeys(range(num_workers), (0, 0))
         segments = config.host_segments(layout) if context.has_states else None
         self._moves: SegmentMoves | None = None
-        if segments is not None and context.balance is not None:
+        # Data-parallel ranks share one worker, and each of their schedulers would divide its memory.
+        if segments is not None and context.balance is not None and layout.num_ranks == 1:
             self._moves = SegmentMoves(
                 context,
                 segments,
