@@ -170,6 +170,7 @@ PUBLIC = [
     "FusedInputs",
     "FusedOutcome",
     "FusedStep",
+    "HostDivision",
     "HostStore",
     "InputError",
     "JobKind",

@@ -157,7 +157,9 @@ class OffloadStats:
         family="resident_checkpoints",
     )
     num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the windows of checkpoints take.")
-    num_host_states: int = _gauge("states", "Size of the part of the host tier that holds states, on every worker.")
+    num_host_states: int = _gauge(
+        "states", "Slots for states in the host tier, on every worker. Memory moves between them and chunks."
+    )
     num_states: int = _gauge(
         "states",
         "States in the host tier: one for each checkpoint of a model that has them.",
@@ -165,6 +167,9 @@ class OffloadStats:
     )
     num_evicted_checkpoints: int = _counter(
         "checkpoints", "Checkpoints evicted from the host tier to make room, by themselves or with their prefix."
+    )
+    num_moved_segments: int = _counter(
+        "segments", "Segments of the host tier that moved from chunks to states, or from states to chunks."
     )
     num_quarantined_chunks: int = _gauge(
         "chunks",

@@ -194,6 +194,29 @@ def _unpickle_job(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostDivision:
+    """How the host tier of a model with states is divided into its two pools.
+
+    Attributes:
+      division_id: increases by one with each change; 0 is the division that a worker begins with.
+      chunk_segments: segments that the pool of chunks may have.
+      state_segments: likewise, the pool of states.
+    """
+
+    division_id: int
+    chunk_segments: int
+    state_segments: int
+
+    def __reduce__(self) -> tuple[Callable[..., "HostDivision"], tuple[int, int, int]]:
+        """As in `StepPlan`."""
+        return _unpickle_division, (self.division_id, self.chunk_segments, self.state_segments)
+
+
+def _unpickle_division(division_id: int, chunk_segments: int, state_segments: int) -> HostDivision:
+    return HostDivision(division_id=division_id, chunk_segments=chunk_segments, state_segments=state_segments)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the workers do around one forward pass.
 
@@ -209,6 +232,8 @@ class StepPlan:
       cache_epochs: per worker id, (incarnation, number of cache losses) of that worker as known to the scheduler when
         it made the plan. A worker that has later ones runs none of the jobs: the blocks are gone or have other
         contents. Empty, as in a handmade plan, is not checked.
+      division: of the host tier, from this plan on: nothing uses the segments that it takes from a pool. In every plan
+        once it has changed, so that a restarted worker learns it; None before, and without states.
     """
 
     step_id: int
@@ -216,6 +241,7 @@ class StepPlan:
     cancelled_job_ids: tuple[int, ...] = ()
     next_job_id: int = 0
     cache_epochs: tuple[tuple[int, int], ...] = ()
+    division: HostDivision | None = None
 
     @property
     def empty(self) -> bool:
@@ -228,7 +254,8 @@ class StepPlan:
 
     def __reduce__(self) -> tuple[Callable[..., "StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step; the default for dataclasses with slots takes longer."""
-        return _unpickle_plan, _values_of_plan(self)
+        values = _values_of_plan(self)
+        return _unpickle_plan, values if self.division is not None else values[:-1]
 
 
 _PLAN_FIELDS = tuple(field.name for field in dataclasses.fields(StepPlan))
@@ -236,7 +263,7 @@ _values_of_plan: Callable[[StepPlan], tuple[Any, ...]] = operator.attrgetter(*_P
 
 
 def _unpickle_plan(*values: Any) -> StepPlan:
-    return StepPlan(**dict(zip(_PLAN_FIELDS, values, strict=True)))
+    return StepPlan(**dict(zip(_PLAN_FIELDS, values, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,8 +347,12 @@ class StepReport:
     Attributes:
       worker_id: 0 to num_workers - 1.
       results: jobs that ended.
-      num_host_chunks: slots of the host pool that are allocated; only grows within an incarnation.
+      num_host_chunks: slots of the host pool that are allocated. Within an incarnation it only grows, except by a
+        `HostDivision`.
       num_host_states: likewise, rows of the host pool of states; 0 without states.
+      num_host_segments: segments that this worker can have in both pools together; never grows within an incarnation.
+        0 without states, and if it is unknown.
+      division_id: the last `HostDivision` that it has begun to carry out. Slots of an earlier one may be gone.
       lost_slots: ranges (first, end) of slots whose contents were lost since the last report.
       lost_states: likewise, rows of the host pool of states.
       num_swap_blocks: per layer group, allocated blocks of the swap pool; only grows, too. Empty without request swap.
@@ -339,6 +370,8 @@ class StepReport:
     results: tuple[JobResult, ...]
     num_host_chunks: int
     num_host_states: int = 0
+    num_host_segments: int = 0
+    division_id: int = 0
     lost_slots: tuple[tuple[int, int], ...] = ()
     lost_states: tuple[tuple[int, int], ...] = ()
     num_swap_blocks: tuple[int, ...] = ()

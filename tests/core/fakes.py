@@ -56,6 +56,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.num_host_chunks = num_host_chunks
         self.num_host_states = num_host_states
+        self.num_host_segments = self.division_id = 0
         self.state_group_id = -1  # without states
         self.staged = staged
         self.hbm: dict[int, bytes] = {}
@@ -142,6 +143,8 @@ class FakeWorker:
             results=tuple(results or ()),
             num_host_chunks=self.num_host_chunks,
             num_host_states=self.num_host_states,
+            num_host_segments=self.num_host_segments,
+            division_id=self.division_id,
             lost_slots=lost,
             lost_states=lost_states,
         )

@@ -20,6 +20,7 @@ from tpu_offload import (
     PageGroup,
     RequestError,
 )
+from tpu_offload.config import HostSegments
 from tpu_offload.types import JobKind
 
 GB = 2**30
@@ -274,6 +275,21 @@ def test_a_preempted_request_returns_to_its_last_state() -> None:
     assert engine.serve("a", tokens(50)) == 24
 
 
+def test_the_state_of_a_preempted_request_is_not_saved_from_lost_caches() -> None:
+    """Its chunks are in the host tier already, so the state would be found by the next request."""
+    engine = state_engine(save_on="compute,preemption")
+    assert engine.add("a", tokens(50)) is not None
+    engine.step({"a": 24})
+    engine.settle()
+    engine.remove("a", preempt=True)
+    engine.scheduler.mark_caches_lost()
+    num_plans = len(engine.plans)
+    engine.step()
+    engine.settle()
+    assert [job for plan in engine.plans[num_plans:] for job in plan.jobs] == []
+    assert engine.serve("b", tokens(50)) == 0
+
+
 def test_one_preempted_inside_a_block_has_no_state_there() -> None:
     engine = state_engine(save_on="preemption")
     assert engine.add("a", tokens(50)) is not None
@@ -328,19 +344,41 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
 # Sizes and layouts.
 
 
-def test_the_host_tier_is_shared_by_chunks_and_states() -> None:
+def test_each_pool_can_have_all_segments_but_one() -> None:
     chunk_nbytes = LAYOUT.block_nbytes_per_host
     config = OffloadConfig.create(host_gb=1, blocks_per_chunk=2)
-    assert config.host_chunks(LAYOUT) == GB // 2 // (2 * chunk_nbytes)
-    assert config.host_states(LAYOUT) == GB // 2 // ROW_NBYTES
-    config = OffloadConfig.create(host_gb=1, state_share=0.25)
-    assert config.host_chunks(LAYOUT) == GB * 3 // 4 // chunk_nbytes
-    assert config.host_states(LAYOUT) == GB // 4 // ROW_NBYTES
-    config = OffloadConfig.create(num_cpu_chunks=100)
-    assert config.host_chunks(LAYOUT) == 50
-    assert config.host_states(LAYOUT) == 50 * chunk_nbytes // ROW_NBYTES
-    assert config.host_states(window_layout((9,))) == 0
-    assert config.host_chunks(window_layout((9,))) == 100
+    segments = config.host_segments(LAYOUT)
+    assert segments is not None
+    assert segments.num_segments == 16
+    assert segments.segment_chunks * 2 * chunk_nbytes <= segments.segment_nbytes <= GB // 16
+    assert segments.segment_states * ROW_NBYTES <= segments.segment_nbytes
+    assert config.host_chunks(LAYOUT) == 15 * segments.segment_chunks > 0.9 * GB // (2 * chunk_nbytes)
+    assert config.host_states(LAYOUT) == 15 * segments.segment_states > 0.9 * GB // ROW_NBYTES
+    assert (segments.divide(16, 0.5), segments.divide(16, 0.25), segments.divide(3, 0.01)) == ((8, 8), (12, 4), (2, 1))
+    assert OffloadConfig.create(host_gb=1, state_share=0.9).host_chunks(LAYOUT) == 2 * config.host_chunks(LAYOUT)
+    assert OffloadConfig.create(num_cpu_chunks=100).host_segments(window_layout((9,))) is None
+    assert OffloadConfig.create(num_cpu_chunks=100).host_states(window_layout((9,))) == 0
+    assert OffloadConfig.create(num_cpu_chunks=100).host_chunks(window_layout((9,))) == 100
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunk_nbytes", "row_nbytes", "expected"),
+    [
+        (3200, 10, 100, HostSegments(16, 20, 2, 200)),
+        (3200, 100, 30, HostSegments(16, 2, 6, 200)),
+        (3200, 10, 900, HostSegments(3, 90, 1, 900)),
+        (999, 10, 500, HostSegments(1, 50, 1, 500)),
+        (32_000, 10, 100, HostSegments(32, 100, 10, 1000)),
+    ],
+)
+def test_segments_of_both_kinds_take_the_same_memory(
+    nbytes: int, chunk_nbytes: int, row_nbytes: int, expected: HostSegments
+) -> None:
+    planned = HostSegments.plan(nbytes, chunk_nbytes=chunk_nbytes, row_nbytes=row_nbytes, segment_nbytes=1000)
+    assert planned == expected
+    assert planned.num_segments * planned.segment_nbytes <= nbytes
+    assert planned.segment_chunks * chunk_nbytes <= planned.segment_nbytes
+    assert planned.segment_states * row_nbytes <= planned.segment_nbytes
 
 
 def test_a_tier_that_is_set_far_too_large_has_states_all_the_same() -> None:
@@ -361,8 +399,8 @@ def test_a_tier_too_small_for_a_state_is_refused() -> None:
     with pytest.raises(ConfigError) as e:
         OffloadScheduler(OffloadConfig.create(host_gb=0.004), layout)
     assert str(e.value) == (
-        "0.5 of TPU_OFFLOAD_HOST_GB=0.004 is less than the state of one request of 4194304 bytes; set it "
-        "to at least 0.0078125, or to 0 to turn offloading off"
+        "TPU_OFFLOAD_HOST_GB=0.004 is less than two segments, one for states and one for chunks, of 8388608 bytes; set "
+        "it to at least 0.0078125, or to 0 to turn offloading off"
     )
     OffloadScheduler(OffloadConfig.create(host_gb=0.0078125), layout)
 

@@ -74,12 +74,7 @@ def test_workers_with_the_expected_setup():
         (setup(), 1, setup(process_index=1, save_path="staged"), "worker 1 has save_path='staged', worker 0 has 'dir"),
         (setup(), 1, setup(process_index=1, load_path="staged"), "TPU_OFFLOAD_LOAD_PATH"),
         (setup(), 1, setup(process_index=1, segment_chunks=9), "segment_chunks=9, worker 0 has 32.*HOST_SEGMENT_GB"),
-        (
-            setup(segment_states=3),
-            1,
-            setup(process_index=1, segment_states=4),
-            "segment_states=4, worker 0 has 3.*TPU_OFFLOAD_STATE_SHARE",
-        ),
+        (None, 0, setup(segment_states=4), "segment_states=4, the scheduler has 0.*HOST_SEGMENT_GB.*OFFLOAD_HOST_GB"),
         (None, 0, setup(staging_blocks=4), "worker 0 has staging_blocks=4, the scheduler has 8"),
         (None, 0, setup(max_load_blocks=3), "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP"),
         (None, 0, setup(blocks_per_chunk=2), "TPU_OFFLOAD_BLOCKS_PER_CHUNK"),

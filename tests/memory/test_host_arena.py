@@ -165,7 +165,7 @@ def test_an_arena_that_is_not_closed_ends_its_thread(monkeypatch):
 
     monkeypatch.setattr(host_arena, "pinned_zeros", slow_zeros)
     arena = make_arena(num_segments=1000, num_chunks=2000)
-    thread, gone = arena._thread, weakref.ref(arena)
+    thread, gone = arena._threads[-1], weakref.ref(arena)
     del arena
     gc.collect()
     assert gone() is None

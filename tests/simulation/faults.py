@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 from tests.simulation.channel import Channel
 from tests.simulation.memory import mix
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
+from tpu_offload.core.index import Pool
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -37,6 +38,8 @@ class Faults:
             "repeat_plan": self._repeat_plan,
             "late_plan": self._late_plan,
             "dead": self._die,
+            "short": self._run_short,
+            "move": self._move,
         }
 
     def stop(self) -> None:
@@ -46,6 +49,8 @@ class Faults:
                 faults.clear()
             worker.stalled_until = 0
             worker.loses_caches = False
+            if worker.segments is not None:
+                worker.segments.fails = False
             channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
 
     def _worker(self, number: int) -> SimWorker:
@@ -112,6 +117,17 @@ class Faults:
             worker.lose_slots(first, end)
             self._note("lose_slots", f"worker {worker.worker_id} loses slots {first} to {end - 1}")
 
+    def _run_short(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        if worker.segments is not None:
+            worker.segments.fails = True
+            self._note("short", f"the next segment of worker {worker.worker_id} cannot be allocated")
+
+    def _move(self, a: int, b: int) -> None:
+        if self._world.balance is not None:
+            self._world.balance.wanted = Pool(a % 2)
+            self._note("move", f"memory should move to {Pool(a % 2).name.lower()}")
+
     def _lose_swap(self, a: int, b: int) -> None:
         worker = self._worker(a)
         group_id = mix(b, 2) % len(worker.pools)
@@ -126,7 +142,8 @@ class Faults:
         worker = self._worker(a)
         if not self._world.scheduler._workers.known_epoch(worker.worker_id)[0]:
             return  # the scheduler could not know that it restarted
-        worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3])
+        missing = (0, 0, 1, 5)[mix(b, 7) % 4]
+        worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3], num_missing=missing)
         self._world.channels[worker.worker_id].delay_all((0, 8)[mix(b, 6) % 2])
         self._world.dead.discard(worker.worker_id)
         self._note("restart", f"worker {worker.worker_id} restarts{', with its KV caches lost' if b % 2 else ''}")

@@ -17,7 +17,17 @@ from tests.simulation.places import Places
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
-from tpu_offload import BlockHash, ChunkKey, CopyJob, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
+from tpu_offload import (
+    BlockHash,
+    ChunkKey,
+    CopyJob,
+    HostDivision,
+    JobState,
+    OffloadScheduler,
+    OffloadStats,
+    StepPlan,
+    StepReport,
+)
 from tpu_offload.core.breaker import BreakerState
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.hashing import last_block_hash
@@ -49,6 +59,11 @@ class OpenJob:
     pieces: tuple[int, ...] = ()
     bad_pieces: set[int] = dataclasses.field(default_factory=set)
     is_void: bool = False
+
+    @property
+    def slots_written(self) -> Collection[int]:
+        """Slots of the host tier that it writes."""
+        return self.slots if self.direction is Direction.SAVE else ()
 
     def fail(self, positions: Collection[int]) -> None:
         """A worker could not copy the blocks at these positions; none means all."""
@@ -138,6 +153,9 @@ class Model:
         self.incarnations: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
         self.num_states_ready = dict(self.num_ready)  # likewise, of states
+        self.segment_slots = setup.segment_slots
+        self.num_segments = setup.num_segments
+        self.division: HostDivision | None = None  # of the last plan
         self.counts: Counter[str] = Counter()
 
     # Calls of the engine.
@@ -254,6 +272,7 @@ class Model:
             del self.admitted[name]
             self.counts["loads that were not sent"] += 1
         readers = self._pinned_slots()
+        self._check_division(plan.division, readers)
         now_s = self.planned_at_s = self.clock()
         for job in plan.of(JobKind.LOAD):
             admitted = self.admitted.pop(job.request_id, None)
@@ -299,6 +318,37 @@ class Model:
                 if any(worker.will_write_swap(group_id, place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, which another copy may still write")
 
+    def _check_division(self, division: HostDivision | None, readers: set[int]) -> None:
+        """Raises Violation unless nothing uses the memory that a new division takes from a pool."""
+        before, self.division = self.division, division
+        if division is None or division == before:
+            if division != before:
+                raise Violation("a plan without the division of the one before")
+            return
+        if division.division_id != (before.division_id if before else 0) + 1:
+            raise Violation(f"division {division.division_id} comes after {before}")
+        sizes = division.chunk_segments, division.state_segments
+        if min(sizes) < 1 or sum(sizes) > self.num_segments:
+            raise Violation(f"the pools get {sizes} segments, of {self.num_segments}")
+        self.counts["moves of memory"] += 1
+        pieces = {slot for checkpoint in self.checkpoints.values() for slot in checkpoint.slots}
+        written = {slot for job in (*self.jobs.values(), *self.late.values()) for slot in job.slots_written}
+        for pool, num_segments in enumerate(sizes):
+            first_slot, end = pool * self.places.num_slots, num_segments * self.segment_slots
+            for slot in range(first_slot + end, first_slot + self.places.num_slots):
+                for what, used in (
+                    ("visible", self.key_in),
+                    ("read", readers),
+                    ("a piece", pieces),
+                    ("saved", written),
+                ):
+                    if slot in used:
+                        raise Violation(f"slot {slot} is {what}, and its memory is taken from its pool")
+                if any(worker.will_write(slot) for worker in self.workers):
+                    raise Violation(f"slot {slot} may still be written, and its memory is taken from its pool")
+            counts = (self.num_ready, self.num_states_ready)[pool]
+            counts.update({worker_id: min(num, end) for worker_id, num in counts.items()})
+
     def _check_load(self, job: CopyJob, admitted: Admitted) -> None:
         """Raises Violation unless a load copies what its request needs, in all layer groups, to its blocks."""
         parts = {part.group_id: part for part in job.parts}
@@ -343,8 +393,10 @@ class Model:
             return
         if report.incarnation > known:
             self.num_ready[worker_id] = self.num_states_ready[worker_id] = 0
-        self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
-        self.num_states_ready[worker_id] = max(self.num_states_ready[worker_id], report.num_host_states)
+        if report.division_id == (self.division.division_id if self.division else 0):
+            num_chunks, num_states = self._kept(report)
+            self.num_ready[worker_id] = max(self.num_ready[worker_id], num_chunks)
+            self.num_states_ready[worker_id] = max(self.num_states_ready[worker_id], num_states)
         if report.incarnation > known:
             self.loads.lose_slots(0, sys.maxsize)
         lost_slots = self._lost_in(report)
@@ -385,6 +437,14 @@ class Model:
         for group_id, first, end in report.lost_swap_blocks:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
+
+    def _kept(self, report: StepReport) -> tuple[int, int]:
+        """The slots of a worker that the present division leaves to it."""
+        if self.division is None:
+            return report.num_host_chunks, report.num_host_states
+        sizes = self.division.chunk_segments, self.division.state_segments
+        chunks, states = (num * self.segment_slots for num in sizes)
+        return min(report.num_host_chunks, chunks), min(report.num_host_states, states)
 
     def _lost_in(self, report: StepReport) -> list[tuple[int, int]]:
         """Ranges of slots that a worker has lost, those of states among them."""

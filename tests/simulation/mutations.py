@@ -195,18 +195,15 @@ MUTATIONS = (
     ),
     Mutation(
         "slots that a restarted worker lacks are used",
-        "ReportHandler._handle_restart",
+        "HostPools.restart",
         "self._index.shrink(...)",
         "pass",
     ),
     Mutation(
         "the host tier stays small after a restart with more memory than before",
-        "ReportHandler._handle_restart",
-        "self._num_host_chunks[_1] = self._num_host_states[_2] = 0",
-        """
-        self._num_host_chunks[_1] = report.num_host_chunks
-        self._num_host_states[_2] = report.num_host_states
-        """,
+        "HostPools.restart",
+        "self._num_slots[_1] = 0, 0",
+        "self._num_slots[_1] = report.num_host_chunks, report.num_host_states",
     ),
     Mutation(
         "jobs of a restarted worker count as ended",
@@ -701,6 +698,70 @@ MUTATIONS = (
         "_1.num_blocks_without(...)",
         "_1.num_blocks",
     ),
+    # Moves of memory between chunks and states.
+    Mutation(
+        "chunks are saved to slots that are being vacated", "SegmentMoves._begin", "self._index.shrink(...)", "pass"
+    ),
+    Mutation(
+        "states are saved to slots that are being vacated",
+        "SegmentMoves._begin",
+        "self._index.shrink_states(...)",
+        "pass",
+    ),
+    Mutation("memory moves before its slots are vacated", "SegmentMoves._vacate", "all(...)", "True"),
+    Mutation("memory of states moves when no chunk uses it", "SegmentMoves._vacate", "all(...)", "is_vacated[0]"),
+    Mutation("memory of chunks moves when no state uses it", "SegmentMoves._vacate", "all(...)", "is_vacated[1]"),
+    Mutation(
+        "pinned chunks are evicted when their memory moves",
+        "Vacating.evict_chunks",
+        "_1 in self._states.pins or _2",
+        "_2",
+    ),
+    Mutation(
+        "chunks that are being saved are evicted when their memory moves",
+        "Vacating.evict_chunks",
+        "_1 or slot in self._states.unready",
+        "_1",
+    ),
+    Mutation(
+        "memory moves that a late copy may write",
+        "SlotAllocator.held_from",
+        "_1 < _2",
+        "_1 + self.num_quarantined < _2",
+    ),
+    Mutation(
+        "reports from before a move count as after it",
+        "SegmentMoves.accepts",
+        "report.division_id == self._id",
+        "True",
+    ),
+    Mutation(
+        "slots of before a move count as there after it",
+        "SegmentMoves._change",
+        "self._known[_] = self.within_limits(_)",
+        "pass",
+    ),
+    Mutation(
+        "segments that a worker is about to free count as there",
+        "HostPools.apply",
+        "self._moves.within_limits(_1)",
+        "_1",
+    ),
+    Mutation("all divisions have one id", "SegmentMoves._change", "self._id += 1", "self._id = 1"),
+    Mutation(
+        "the pools have more memory than a worker", "SegmentMoves.plan", "min(...)", "max(self._capacity.values())"
+    ),
+    Mutation(
+        "memory that a restarted worker has again is not used", "SegmentMoves.plan", "sum(_1) != _2", "sum(_1) > _2"
+    ),
+    Mutation(
+        "while slots are vacated they grow again",
+        "SegmentMoves.num_slots",
+        "self._slots_of(...)",
+        "self._slots_of(*self._limits)",
+    ),
+    Mutation("a pool gives its last segment", "PoolBalance.choose", "_1 > self._move_size", "_1 > 0"),
+    Mutation("the last use of a lost chunk is kept", "ChunkIndex._remove", "self._ages.removed(...)", "pass"),
 )
 
 

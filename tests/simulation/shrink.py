@@ -16,7 +16,8 @@ from tests.simulation.trace import Action, Setup
 from tests.simulation.world import World
 
 _SIMPLER = (
-    {"num_rows": 0, "num_host_states": 0},
+    {"num_rows": 0, "segment_slots": 0},
+    {"missing_segments": (0, 0, 0, 0)},
     {"windows": ()},
     {"num_salts": 1},
     {"max_drafts": 0},

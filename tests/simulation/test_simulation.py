@@ -75,7 +75,7 @@ def test_pieces_of_windows_are_whole_chunks():
 
 
 def test_a_state_is_one_row():
-    setup, (_, state) = groups_of(num_rows=4, num_host_states=2, num_slots=3, blocks_per_chunk=2)
+    setup, (_, state) = groups_of(num_rows=4, segment_slots=1, num_slots=3, blocks_per_chunk=2)
     assert [list(state.needed(n)) for n in (0, 1, 4, 5)] == [[], [0], [0], [1]]
     assert list(state.loaded(0, 4)) == [3]
     assert state.pieces(16, 2) == [range(3, 4)]
@@ -122,9 +122,11 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, text, capsys):
         ({"windows": [5] * 4}, "expected up to three windows"),
         ({"windows": [5, 5]}, "in each of 3 layer groups"),
         ({"windows": [5], "save_on": "compute,eviction"}, "expected compute, preemption or both"),
-        ({"num_rows": 2, "num_host_states": 1}, "num_rows=2, max_drafts=0; expected 3 or more, and 0"),
-        ({"num_rows": 4, "num_host_states": 4, "max_drafts": 1}, "max_drafts=1; expected 3 or more, and 0"),
-        ({"num_rows": 4}, "expected rows in both kinds of memory, or in none"),
+        ({"num_rows": 2, "segment_slots": 1}, "num_rows=2, max_drafts=0; expected 3 or more, and 0"),
+        ({"num_rows": 4, "segment_slots": 4, "max_drafts": 1}, "max_drafts=1; expected 3 or more, and 0"),
+        ({"num_rows": 4}, "expected segments for rows in HBM and a host tier"),
+        ({"num_rows": 4, "segment_slots": 3}, "num_slots=8 in segments of 3; expected 45 or more"),
+        ({"state_share": 1}, "state_share=1; expected 0.01 to 0.99"),
         ({"hbm_cache": 1}, "hbm_cache=1; expected true or false"),
         ({"swap_mode": "maybe"}, "swap_mode='maybe'; expected one of auto, swap, recompute"),
         ({"delays": [1, 2]}, "delays=(1, 2); expected four"),

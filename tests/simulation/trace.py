@@ -39,7 +39,10 @@ RATES = {
 }
 _EVERYDAY = ("abort", "preempt")
 
-KINDS = ("step", "arrive", *RATES)
+# Per ten thousand steps, in a run with states: memory moves between its pools, or an allocation fails.
+MEMORY_RATES = {"move": 1000, "short": 60}
+
+KINDS = ("step", "arrive", *RATES, *MEMORY_RATES)
 
 # Runs with mostly one kind of event.
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
@@ -130,7 +133,7 @@ _RANGES = {
     "num_workers": (1, MAX_WORKERS),
     "num_blocks": (1, 10_000),
     "num_rows": (0, 10_000),
-    "num_host_states": (0, 10_000),
+    "segment_slots": (0, 100),
     "num_slots": (0, 10_000),
     "num_staging_blocks": (1, 10_000),
     "num_swap_blocks": (0, 10_000),
@@ -159,8 +162,11 @@ class Setup:
       windows: per layer group with a sliding window, beside the one with full attention, its tokens.
       num_blocks: blocks of HBM, for all layer groups.
       num_rows: rows of HBM, if there is a layer group of states; else 0.
-      num_host_states: rows of the host tier for them.
-      num_slots: slots of the host tier; 0 turns it off.
+      num_slots: slots of the host tier; 0 turns it off. With states it has memory for one segment more, and each pool
+        can have so many slots.
+      segment_slots: with states and a host tier, slots in a segment of either pool; else 0.
+      state_share: as in the settings.
+      missing_segments: for each worker, segments that it has less memory than the settings say, at first.
       num_staging_blocks: the staging budget.
       num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
       swap_mode: as in the settings.
@@ -193,8 +199,10 @@ class Setup:
     windows: tuple[int, ...] = ()
     num_blocks: int = 16
     num_rows: int = 0
-    num_host_states: int = 0
     num_slots: int = 8
+    segment_slots: int = 0
+    state_share: float = 0.5
+    missing_segments: tuple[int, ...] = (0, 0, 0, 0)
     num_staging_blocks: int = 8
     num_swap_blocks: int = 0
     swap_mode: str = "swap"
@@ -226,7 +234,8 @@ class Setup:
         _check("windows", windows, isinstance(windows, tuple) and len(windows) < 4, "up to three windows, in tokens")
         for window in windows:
             _check("windows", window, type(window) is int, "1 to 1000", 1, 1000)
-        for name in ("delays", "report_delays"):
+        _check("state_share", self.state_share, type(self.state_share) is float, "0.01 to 0.99", 0.01, 0.99)
+        for name in ("delays", "report_delays", "missing_segments"):
             values = getattr(self, name)
             _check(name, values, isinstance(values, tuple) and len(values) == MAX_WORKERS, "four numbers of steps")
             for value in values:
@@ -256,11 +265,26 @@ class Setup:
             raise ValueError(f"save_on={self.save_on} with windows or states; expected compute, preemption or both")
         if self.num_rows and (self.num_rows < 3 or self.max_drafts):
             raise ValueError(f"num_rows={self.num_rows}, max_drafts={self.max_drafts}; expected 3 or more, and 0")
-        if (self.num_host_states > 0) != (self.num_rows > 0 and self.num_slots > 0):
+        if (self.segment_slots > 0) != (self.num_rows > 0 and self.num_slots > 0):
             raise ValueError(
-                f"num_host_states={self.num_host_states} with num_rows={self.num_rows} and num_slots={self.num_slots}; "
-                "expected rows in both kinds of memory, or in none"
+                f"segment_slots={self.segment_slots} with num_rows={self.num_rows} and num_slots={self.num_slots}; "
+                "expected segments for rows in HBM and a host tier, and for nothing else"
             )
+        least = 15 * self.segment_slots if self.segment_slots > 1 else 1  # as in `HostSegments.plan`
+        if self.segment_slots and (self.num_slots % self.segment_slots or self.num_slots < least):
+            raise ValueError(
+                f"num_slots={self.num_slots} in segments of {self.segment_slots}; expected {least} or more"
+            )
+
+    @property
+    def num_host_states(self) -> int:
+        """Most rows of the host tier."""
+        return self.num_slots if self.segment_slots else 0
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of both pools together; 0 without states."""
+        return self.num_slots // self.segment_slots + 1 if self.segment_slots else 0
 
 
 def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, most: float = 0) -> None:
@@ -279,7 +303,10 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
     setup = _with_groups(setup, random.Random(f"groups {seed}"))
-    return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
+    actions = _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
+    if setup.segment_slots:
+        actions = _with_memory(actions, random.Random(f"memory {seed}"))
+    return setup, actions
 
 
 def _draw_setup(rng: random.Random, seed: int) -> Setup:
@@ -329,17 +356,41 @@ def _with_groups(setup: Setup, rng: random.Random) -> Setup:
     states: dict[str, Any] = {}
     if has_states:
         states["max_drafts"], states["num_rows"] = 0, rng.choice([4, 8, 24])
-        states["num_host_states"] = rng.choice([2, 6, 20]) if setup.num_slots else 0
+        states |= _draw_segments(rng) if setup.num_slots else {}
     events = [event for event in setup.save_on.split(",") if event != "eviction"]
-    return dataclasses.replace(
-        setup,
-        windows=windows,
-        save_on=",".join(events) or rng.choice(["compute", "preemption"]),
-        num_blocks=setup.num_blocks * (1 + len(windows)),
-        num_slots=setup.num_slots * rng.choice([1, 2, 2]),
-        num_staging_blocks=setup.num_staging_blocks * rng.choice([1, 2]),
-        **states,
-    )
+    others: dict[str, Any] = {
+        "windows": windows,
+        "save_on": ",".join(events) or rng.choice(["compute", "preemption"]),
+        "num_blocks": setup.num_blocks * (1 + len(windows)),
+        "num_slots": setup.num_slots * rng.choice([1, 2, 2]),
+        "num_staging_blocks": setup.num_staging_blocks * rng.choice([1, 2]),
+    }
+    return dataclasses.replace(setup, **(others | states))
+
+
+def _draw_segments(rng: random.Random) -> dict[str, Any]:
+    """Memory of the host tier for chunks and states."""
+    segment_slots = rng.choice([1, 1, 1, 2, 3])
+    num_segments = rng.choice([2, 4, 9, 20, 40]) if segment_slots == 1 else rng.choice([16, 20])
+    return {
+        "segment_slots": segment_slots,
+        "num_slots": segment_slots * (num_segments - 1),
+        "state_share": rng.choice([0.5, 0.2, 0.8]),
+        "missing_segments": tuple(rng.choice([0, 0, 0, 1, 4]) for _ in range(4)),
+    }
+
+
+def _with_memory(actions: list[Action], rng: random.Random) -> list[Action]:
+    """Adds moves of memory and failing allocations; drawn separately, so that other runs stay as they are."""
+    rates = {kind: rate * rng.choice([0, 1, 1, 3]) / 10_000 for kind, rate in MEMORY_RATES.items()}
+    with_memory: list[Action] = []
+    for action in actions:
+        if action[0] == "step":
+            with_memory += [
+                (kind, rng.getrandbits(30), rng.getrandbits(30)) for kind, rate in rates.items() if rng.random() < rate
+            ]
+        with_memory.append(action)
+    return with_memory
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

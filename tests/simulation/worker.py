@@ -20,6 +20,7 @@ from typing import final
 from tests.simulation.flights import Flight, LongLoad, Memory
 from tests.simulation.memory import Junk, mix
 from tests.simulation.places import Places
+from tests.simulation.segments import SimSegments
 from tests.simulation.trace import Setup
 from tpu_offload import CacheEpoch, CopyJob, HostStore, JobKind, JobResult, JobState, StepPlan, StepReport
 from tpu_offload.worker.plan_gate import PlanGate
@@ -50,6 +51,7 @@ class SimWorker:
         self.places = Places(setup)
         self.max_states = setup.num_host_states
         self.num_groups = 1 + len(setup.windows) + (setup.num_rows > 0)
+        self._setup = setup
         self.hbm = self._empty_hbm()
         self.incarnation = FIRST_INCARNATION
         self.step = 0
@@ -57,19 +59,20 @@ class SimWorker:
         self.loses_caches = False  # at the next plan
         self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
         self.num_faults: dict[str, int] = {}
-        self._start()
+        self._start(setup.missing_segments[worker_id])
 
-    @property
-    def _most_ready(self) -> tuple[int, int, int]:
-        return self.max_slots, self.max_swap, self.max_states
-
-    def _start(self) -> None:
+    def _start(self, num_missing: int) -> None:
         self.host = Memory([self.junk.block(size) for size in self.places.host_sizes()])
         self.num_states_ready = 0
         self.pools = [
             Memory([self.junk.block(self.places.block_length(group_id)) for _ in range(self.max_swap)])
             for group_id in range(self.num_groups)
         ]
+        self.segments: SimSegments | None = None
+        if self.max_states:
+            self.segments = SimSegments(
+                self.worker_id, self._setup, num_missing=num_missing, on_free=self._free, in_use=self._will_write_from
+            )
         self.flights: list[Flight] = []
         self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
@@ -78,11 +81,11 @@ class SimWorker:
         self._plan: StepPlan | None = None
         self._grow()
 
-    def restart(self, *, with_hbm: bool, growth: int) -> None:
+    def restart(self, *, with_hbm: bool, growth: int, num_missing: int = 0) -> None:
         """Restarts the worker: loses all copies in flight and host memory, which grows again."""
         self.incarnation += 1
         self.growth = growth
-        self._start()
+        self._start(num_missing)
         self.host.gone.update(range(len(self.host.places)))
         for pool in self.pools:
             pool.gone.update(range(len(pool.places)))
@@ -116,6 +119,8 @@ class SimWorker:
         if not self.gate.begin(plan):
             self._count("plans ignored")
             return
+        if self.segments is not None:
+            self.segments.begin(plan.division)
         if self.gate.is_stale(plan):
             self._count("plans refused", len(plan.jobs) > 0)
             plan = self._cancel_all(plan)
@@ -150,8 +155,7 @@ class SimWorker:
             self._end_flights(into_hbm=False)
         if self.long_loads:
             self._end_long_loads()
-        if (self.host.num_ready, self.pools[0].num_ready, self.num_states_ready) != self._most_ready:
-            self._grow()
+        self._grow()
 
     def report(self) -> StepReport:
         """The report of the current step."""
@@ -170,6 +174,8 @@ class SimWorker:
             results=results,
             num_host_chunks=self.host.num_ready,
             num_host_states=self.num_states_ready,
+            num_host_segments=self.segments.capacity if self.segments is not None else 0,
+            division_id=self.segments.division_id if self.segments is not None else 0,
             lost_slots=lost_slots,
             lost_states=lost_states,
             num_swap_blocks=tuple(pool.num_ready for pool in self.pools) if self.max_swap else (),
@@ -191,9 +197,27 @@ class SimWorker:
         pool = self.pools[group_id]
         return any(flight.memory is pool and place in flight.writes for flight in self.flights)
 
+    def _will_write_from(self, pool: int, first: int) -> bool:
+        """Whether a copy in flight may still write a slot of a pool, from its `first` on."""
+        before, size = pool * self.max_slots, (self.max_slots, self.max_states)[pool]
+        return any(self.will_write(before + slot) for slot in range(first, size))
+
+    def _free(self, pool: int, first: int, end: int) -> None:
+        """The memory of these slots is gone. Whoever still reads them finds junk."""
+        before = pool * self.max_slots
+        for slot in range(before + first, before + end):
+            for place in self.places.of_slot(slot):
+                self.host.places[place] = self.junk.block(len(self.host.places[place]))
+                self.host.lost.discard(place)
+                self.host.gone.discard(place)
+        self._count("slots freed", end - first)
+
     def _grow(self) -> None:
-        self.host.num_ready = min(self.max_slots, self.host.num_ready + self.growth)
-        self.num_states_ready = min(self.max_states, self.num_states_ready + self.growth)
+        if self.segments is not None:
+            self.segments.advance(self.growth, self.step)
+            self.host.num_ready, self.num_states_ready = self.segments.num_slots
+        else:
+            self.host.num_ready = min(self.max_slots, self.host.num_ready + self.growth)
         for pool in self.pools:
             pool.num_ready = min(self.max_swap, pool.num_ready + self.growth)
 

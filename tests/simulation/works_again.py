@@ -87,8 +87,9 @@ class _Checkpoints:
         most = self._num_slots(3 * world.setup.block_size * world.setup.blocks_per_chunk)
         # Of short slots or a small staging buffer nothing is expected.
         staged = world.setup.num_staging_blocks // world.setup.blocks_per_chunk
-        has_rows = not world.setup.num_rows or world.setup.num_host_states >= 6
-        self.fit = 8 + 5 * most <= world.setup.num_slots and 4 + 3 * most <= staged and has_rows
+        stats = world.scheduler.stats()
+        has_rows = not world.setup.num_rows or stats.num_host_states >= 6
+        self.fit = 8 + 5 * most <= stats.num_host_chunks and 4 + 3 * most <= staged and has_rows
 
     def of(self, num_prompt_tokens: int, boundaries: Iterable[int]) -> list[int]:
         """Those of these boundaries, in tokens, whose window blocks are there in the step that completes them."""

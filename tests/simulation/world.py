@@ -8,6 +8,7 @@ from typing import Any, final
 
 from tests.jobs import host_block_ids
 from tests.simulation import leftovers
+from tests.simulation.balance import DrawnBalance
 from tests.simulation.channel import Channel
 from tests.simulation.engine import SimEngine
 from tests.simulation.faults import Faults
@@ -75,6 +76,10 @@ class World:
             null_block=NULL if len(groups) > 1 else None,
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
+        moves: Any = self.scheduler._pools._moves
+        self.balance: DrawnBalance | None = None
+        if moves is not None:
+            self.balance = moves._balance = DrawnBalance(moves._balance)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
@@ -220,6 +225,7 @@ class World:
             "num_ignored_results", "swapped_out_blocks", "swapped_in_blocks", "num_lost_swaps", "num_recomputed",
             "dropped_save_blocks", "dropped_load_blocks", "deferred_save_blocks", "num_thrashed_swaps",
             "swap_skipped_blocks", "num_lost_results", "num_worker_restarts", "num_breaker_openings",
+            "num_moved_segments",
         ):  # fmt: skip
             totals[name] = getattr(stats, name)
         return totals
@@ -250,12 +256,25 @@ class World:
 
     def _wait_until_grown(self) -> None:
         """Steps until all workers have allocated the host tier."""
-        model, setup = self.model, self.setup
+        model, moves = self.model, self.scheduler._pools._moves
+        if self.balance is None or moves is None:
+            while min(model.num_ready.values()) < self.setup.num_slots:
+                self.step(0)
+            return
+        self.balance.is_even = True
+        first_step, least = self.num_steps, min(worker.segments.capacity for worker in self.workers)
         while (
-            min(model.num_ready.values()) < setup.num_slots
-            or min(model.num_states_ready.values()) < setup.num_host_states
+            sum(moves._limits) != least
+            or abs(moves._limits[0] - moves._limits[1]) > 1
+            or min(model.num_ready.values()) < moves._limits[0] * self.setup.segment_slots
+            or min(model.num_states_ready.values()) < moves._limits[1] * self.setup.segment_slots
         ):
+            if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
+                raise Violation(f"the pools have {moves._limits} segments; expected half of {least} each")
             self.step(0)
+        stats = self.scheduler.stats()
+        if (stats.num_host_chunks, stats.num_host_states) != moves._slots_of(*moves._limits):
+            raise Violation(f"of {moves._limits} segments only {stats.num_host_chunks} + {stats.num_host_states} slots")
 
     def _is_quiet(self) -> bool:
         if self.scheduler.has_jobs or any(w.flights for w in self.workers):
@@ -358,12 +377,13 @@ def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) 
 
 def _host_size(setup: Setup, layout: KVLayout) -> dict[str, Any]:
     """The settings for a host tier of this size. A row of states is as large as a chunk."""
-    if not setup.num_host_states:
+    if not setup.segment_slots:
         return {"num_cpu_chunks": setup.num_slots}
-    num_both = setup.num_slots + setup.num_host_states + 1
+    slot_gb = layout.block_nbytes * setup.blocks_per_chunk / 2**30
     return {
-        "host_gb": num_both * layout.block_nbytes * setup.blocks_per_chunk / 2**30,
-        "state_share": (setup.num_host_states + 0.5) / num_both,
+        "host_gb": (setup.num_segments * setup.segment_slots + 0.5) * slot_gb,
+        "host_segment_gb": (setup.segment_slots + 0.5) * slot_gb,
+        "state_share": setup.state_share,
     }
 
 

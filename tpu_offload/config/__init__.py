@@ -3,6 +3,7 @@
 from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
 from tpu_offload.config.environment import ENV_PREFIX
 from tpu_offload.config.options import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, OffloadConfig
+from tpu_offload.config.segments import HostSegments
 
 __all__ = [
     "DEFAULT_EVICTION_POLICY",
@@ -11,6 +12,7 @@ __all__ = [
     "ENV_PREFIX",
     "CopyPath",
     "EvictionPolicyName",
+    "HostSegments",
     "OffloadConfig",
     "SaveEvent",
     "SwapMode",

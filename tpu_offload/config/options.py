@@ -16,6 +16,7 @@ from pydantic import Field
 
 from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
 from tpu_offload.config.environment import env_name, one_line_error, read_settings
+from tpu_offload.config.segments import HostSegments
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction
@@ -78,8 +79,8 @@ class OffloadConfig(pydantic.BaseModel):
         0.5,
         gt=0,
         lt=1,
-        description="Part of the host tier that holds states, for a model with linear attention (Qwen3.5, Qwen3-Next); "
-        "the KV of its other layers gets the rest.",
+        description="Part of the host tier that holds states at first, for a model with linear attention (Qwen3.5, "
+        "Qwen3-Next); the KV of its other layers has the rest. From then on memory moves to where it is needed.",
     )
     host_memory_fraction: float = Field(
         0.8,
@@ -452,36 +453,44 @@ class OffloadConfig(pydantic.BaseModel):
         return int(self.swap_gb * _GB) // least
 
     def host_chunks(self, layout: KVLayout) -> int:
-        """The configured size of the host tier in chunks, before it is capped by the available memory.
+        """The most chunks that the host tier can have, before it is capped by the available memory.
 
-        With states it is the part of `state_share` less: see `host_states`.
+        With states that is all of it but one segment, see `host_segments`.
 
         Raises:
-          ConfigError: it is smaller than one chunk.
+          ConfigError: it is smaller than one chunk, or with states than two segments.
         """
+        segments = self.host_segments(layout)
+        if segments is not None:
+            return segments.max_chunks
         chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
-        nbytes, share = self._host_nbytes(layout), 1.0
-        if layout.state_group is not None:
-            share -= self.state_share
-            nbytes = int(nbytes * share)
-        num_chunks = nbytes // chunk_nbytes
+        num_chunks = self._host_nbytes(layout) // chunk_nbytes
         if num_chunks < 1 and self.enabled:
-            raise self._too_small("one chunk", chunk_nbytes, share=share)
+            raise self._too_small("one chunk", chunk_nbytes)
         return num_chunks
 
     def host_states(self, layout: KVLayout) -> int:
-        """The configured size of the host tier's part for states, in rows; 0 for a layout without them.
+        """Likewise, the most rows of states; 0 for a layout without them."""
+        segments = self.host_segments(layout)
+        return segments.max_states if segments is not None else 0
+
+    def host_segments(self, layout: KVLayout) -> HostSegments | None:
+        """The segments of the host tier that move between chunks and states; None for a layout without states.
 
         Raises:
-          ConfigError: it is smaller than one row.
+          ConfigError: there are fewer than two: one for chunks and one for states.
         """
         if layout.state_group is None:
-            return 0
-        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
-        num_rows = int(self._host_nbytes(layout) * self.state_share) // row_nbytes
-        if num_rows < 1 and self.enabled:
-            raise self._too_small("the state of one request", row_nbytes, share=self.state_share)
-        return num_rows
+            return None
+        segments = HostSegments.plan(
+            self._host_nbytes(layout),
+            chunk_nbytes=layout.block_nbytes_per_host * self.blocks_per_chunk,
+            row_nbytes=layout.group_nbytes_per_host(layout.state_group),
+            segment_nbytes=int(self.host_segment_gb * _GB),
+        )
+        if segments.num_segments < 2 and self.enabled:
+            raise self._too_small("two segments, one for states and one for chunks,", 2 * segments.segment_nbytes)
+        return segments
 
     def _host_nbytes(self, layout: KVLayout) -> int:
         """The configured size of the host tier."""
@@ -490,16 +499,15 @@ class OffloadConfig(pydantic.BaseModel):
         num_chunks = DEFAULT_NUM_CPU_CHUNKS if self.num_cpu_chunks is None else self.num_cpu_chunks
         return num_chunks * layout.block_nbytes_per_host * self.blocks_per_chunk
 
-    def _too_small(self, what: str, nbytes: int, *, share: float) -> ConfigError:
-        """The error of a host tier whose part of this share is smaller than `nbytes`."""
+    def _too_small(self, what: str, nbytes: int) -> ConfigError:
+        """The error of a host tier that is smaller than `nbytes`."""
         given, changed = f"{env_name('host_gb')}={self.host_gb}", "set it"
         if self.host_gb is None:
             given = f"{env_name('num_cpu_chunks')}={self.num_cpu_chunks or DEFAULT_NUM_CPU_CHUNKS}"
             changed = f"{'set' if self.num_cpu_chunks is None else 'unset it and set'} {env_name('host_gb')}"
-        part = "" if share == 1 else f"{share:g} of "
         return ConfigError(
-            f"{part}{given} is less than {what} of {nbytes} bytes; {changed} to at least "
-            f"{_round_up(nbytes / share / _GB)}, or to 0 to turn offloading off"
+            f"{given} is less than {what} of {nbytes} bytes; {changed} to at least "
+            f"{_round_up(nbytes / _GB)}, or to 0 to turn offloading off"
         )
 
 

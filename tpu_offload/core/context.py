@@ -11,9 +11,9 @@ from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.completion import Completion
 from tpu_offload.core.engine_api import RequestLimits
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.index import ChunkIndex, PoolBalance
 from tpu_offload.core.jobs import JobTable
-from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_maker, find_policy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, check_maker, find_policy
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap_pool import SwapPool
@@ -34,6 +34,7 @@ class TierContext:
       layout: what a block is made of.
       clock: monotonic seconds.
       index: the chunks of the host tier.
+      balance: with states, decides how the host tier is divided.
       staging: the staging buffer.
       swap_pool: host memory of swapped-out requests.
       jobs: those in flight.
@@ -50,6 +51,7 @@ class TierContext:
     layout: KVLayout
     clock: Callable[[], float]
     index: ChunkIndex
+    balance: PoolBalance | None
     staging: Staging
     swap_pool: SwapPool
     jobs: JobTable
@@ -84,12 +86,17 @@ class TierContext:
         else:
             check_maker(policy, what="policy")
         window_chunks = _window_chunks(config, layout) if config.enabled else ()
-        has_states = config.enabled and layout.state_group is not None
+        segments = config.host_segments(layout) if config.enabled else None
+        balance = None
+        if segments is not None:
+            slots = segments.segment_chunks, segments.segment_states
+            balance = PoolBalance(slots, move_size=segments.move_size, chunks_by_age=policy is LRUPolicy)
         index = ChunkIndex(
             PriorityPolicy(policy),
             record=record_events,
             window_chunks=window_chunks,
-            first_state=config.host_chunks(layout) if has_states else None,
+            first_state=segments.max_chunks if segments is not None else None,
+            balance=balance,
         )
         swap_pool = SwapPool(num_groups=len(layout.groups))
         counts = OffloadStats()
@@ -105,6 +112,7 @@ class TierContext:
             layout=layout,
             clock=clock,
             index=index,
+            balance=balance,
             staging=staging,
             swap_pool=swap_pool,
             jobs=JobTable(

@@ -11,8 +11,8 @@ from typing import final
 
 from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.host_pools import HostPools
 from tpu_offload.core.index import overlaps
-from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import Transfers
@@ -30,7 +30,7 @@ class ReportHandler:
     Args:
       context: the scheduler's shared state.
       workers: those that report each step.
-      save_policy: is told the capacity of the host tier.
+      pools: is told the capacity of the host tier.
       transfers: is told losses of the host tier.
       storage: likewise, and restarts of workers.
       swap: is told losses of the swap pool.
@@ -41,18 +41,14 @@ class ReportHandler:
         context: TierContext,
         *,
         workers: Workers,
-        save_policy: SavePolicy,
+        pools: HostPools,
         transfers: Transfers,
         storage: StoragePlanner,
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
-        config, layout = context.config, context.layout
-        self._max_host_chunks, self._max_host_states = config.host_chunks(layout), config.host_states(layout)
-        self._end_slot = self._max_host_chunks + self._max_host_states  # of chunks and of states
+        self._pools = pools
         self._max_swap_blocks = context.config.max_swap_blocks(context.layout)
-        self._index = context.index
-        self._save_policy = save_policy
         self._staging = context.staging
         self._transfers = transfers
         self._storage = storage
@@ -62,8 +58,6 @@ class ReportHandler:
         self._counts = context.counts
         self._workers = workers
         self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
-        self._num_host_chunks = dict.fromkeys(range(len(workers)), 0)
-        self._num_host_states = dict.fromkeys(range(len(workers)), 0)
         self._lost_caches: list[int] = []
         self._idempotent: StepReport | None = None  # the last report, if applying it again would change nothing
 
@@ -109,20 +103,13 @@ class ReportHandler:
     def _apply_valid(self, report: StepReport) -> None:
         """Applies a valid report from the current incarnation of its worker."""
         worker_id = report.worker_id
-        if report.num_host_chunks > self._num_host_chunks[worker_id]:
-            # A slot is usable once every worker has it.
-            self._num_host_chunks[worker_id] = report.num_host_chunks
-            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
-            self._save_policy.resize(self._index.num_slots)
-        if report.num_host_states > self._num_host_states[worker_id]:
-            self._num_host_states[worker_id] = report.num_host_states
-            self._index.grow_states(min(self._max_host_states, *self._num_host_states.values()))
+        self._pools.apply(report)
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
             self._mark_slots_lost(first, end)
         for first, end in report.lost_states:
-            self._mark_slots_lost(self._max_host_chunks + first, self._max_host_chunks + end)
+            self._mark_slots_lost(self._pools.first_state + first, self._pools.first_state + end)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
@@ -190,19 +177,17 @@ class ReportHandler:
         worker_id = report.worker_id
         _logger.error("worker %d has restarted; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
-        self._swap.mark_slots_lost(0, self._end_slot)
+        self._swap.mark_slots_lost(0, self._pools.end_slot)
         self._transfers.mark_tier_lost()
-        self._mark_promises_lost(0, self._end_slot)
+        self._mark_promises_lost(0, self._pools.end_slot)
         self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
         self._storage.reset()
         # The jobs have not ended: plans made before this report may still reach the new incarnation.
         self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
-        self._index.shrink(report.num_host_chunks)
-        self._index.shrink_states(report.num_host_states)
         # What it has allocated may be more than before; the rest of the report is applied next and raises these.
-        self._num_host_chunks[worker_id] = self._num_host_states[worker_id] = 0
+        self._pools.restart(report)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""

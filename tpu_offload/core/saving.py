@@ -229,7 +229,7 @@ class SavePlanner:
         self._num_observed.pop(request_id, None)
 
     def abandon_plan(self) -> None:
-        """Drops what only the coming plan could have saved: the next step may write these blocks."""
+        """Drops what only the coming plan could have saved: its blocks are lost, or the next step may write them."""
         self.early.clear()
         self._checkpoints.clear()
 

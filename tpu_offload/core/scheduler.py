@@ -40,6 +40,7 @@ from tpu_offload.core import inspection
 from tpu_offload.core.block_tables import read_tables
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, CachedPrefix, Match, RequestLimits, ScheduledRequest, TierEvent, Update
+from tpu_offload.core.host_pools import HostPools
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy
@@ -115,10 +116,11 @@ class OffloadScheduler:
         self._workers = Workers(
             expected=expected_setups(config, layout, num_workers), clock=clock, warn_after_s=config.job_timeout_s
         )
+        self._pools = HostPools(context, num_workers=num_workers, save_policy=self._save_policy)
         self._report_handler = ReportHandler(
             context,
             workers=self._workers,
-            save_policy=self._save_policy,
+            pools=self._pools,
             transfers=self._transfers,
             storage=self._storage,
             swap=self._swap,
@@ -380,6 +382,7 @@ class OffloadScheduler:
         self._transfers.expire_waiting(now_s)
         self._jobs.expire(now_s)
         self._transfers.flush_losses()
+        division = self._pools.plan(now_s) if self._context.has_states else None
         try:
             cancelled = self._plan_transfers(offers, now_s)
         except BaseException:  # an eviction or save policy may be the engine's own
@@ -393,6 +396,7 @@ class OffloadScheduler:
             cancelled_job_ids=cancelled,
             next_job_id=self._jobs.next_job_id,
             cache_epochs=self._workers.epochs,
+            division=division,
         )
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
@@ -449,6 +453,7 @@ class OffloadScheduler:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
+        self._pools.check_invariants()
         inspection.check_invariants(
             self._context, queue=self._queue, saves=self._saves, swap=self._swap, storage=self._storage
         )

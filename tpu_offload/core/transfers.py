@@ -170,7 +170,7 @@ class Transfers:
 
         Saves in flight have read their blocks before the loss, or are cancelled by the worker that lost its caches.
         """
-        self._saves.early.clear()
+        self._saves.abandon_plan()
         for request in self._requests.values():
             self._saves.clear_offer(request)
             request.mark_caches_lost()

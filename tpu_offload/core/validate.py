@@ -93,9 +93,10 @@ def has_setup(report: Any) -> bool:
 
 def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
     ids = report.worker_id, report.incarnation, report.num_cache_losses
-    numbers = (*ids, report.num_host_chunks, report.num_host_states, report.oldest_job_id)
+    memory = report.num_host_chunks, report.num_host_states, report.num_host_segments, report.division_id
+    numbers = (*ids, *memory, report.oldest_job_id)
     if not _are_counts(numbers):
-        return f"worker, incarnation, losses, chunks and oldest job are {numbers!r:.100}; expected integers from 0 on"
+        return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
     if report.setup is not None:
         error = _setup_error(report.setup)
         if error:

@@ -23,7 +23,6 @@ _SAME_ON_ALL_WORKERS = {
 }
 _SAME_IN_ONE_PROGRAM = {
     "segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier",
-    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB, TPU_OFFLOAD_STATE_SHARE and the size of the host tier",
 }
 _SAME_AS_SCHEDULER = {
     "fingerprint": "the model and its KV caches, of which the scheduler's layout was made",
@@ -32,6 +31,7 @@ _SAME_AS_SCHEDULER = {
     "max_load_blocks": "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP",
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
+    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier (TPU_OFFLOAD_HOST_GB)",
     "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and TPU_OFFLOAD_NUM_STORAGE_CHUNKS",
 }
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
@@ -43,7 +43,9 @@ def expected_setups(config: OffloadConfig, layout: KVLayout, num_workers: int) -
 
 
 def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
+    segments = config.host_segments(layout) if config.enabled else None
     return {
+        "segment_states": segments.segment_states if segments is not None else 0,
         "fingerprint": layout.fingerprint().hex(),
         "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
         "staging_blocks": config.staging_blocks(layout) if config.enabled else 0,

@@ -6,7 +6,6 @@ from tpu_offload.memory.host_arena import (
     pinned_zeros,
     plan_segments,
     plan_shared_segments,
-    plan_whole_segments,
 )
 from tpu_offload.memory.sizing import available_nbytes, cap_chunks, size_swap_pool, wanted_swap_blocks
 
@@ -18,7 +17,6 @@ __all__ = [
     "pinned_zeros",
     "plan_segments",
     "plan_shared_segments",
-    "plan_whole_segments",
     "size_swap_pool",
     "wanted_swap_blocks",
 ]

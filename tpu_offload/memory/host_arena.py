@@ -2,7 +2,8 @@
 
 Pinning runs at a few GB/s and a host tier has hundreds of GB, so allocating it up front would delay engine start by
 minutes. A background thread allocates one segment after another; the dispatch thread uses those that are ready and
-reports how many chunks they hold. Nothing is freed before `close`. A program that fails may destroy the segment that
+reports how many chunks they hold. Before `close` nothing is freed but the last segments, where two pools share memory
+by use (`HostArena.grow`, `HostArena.free_from`). A program that fails may destroy the segment that
 was donated to it: that segment is allocated again, and its chunks are lost.
 """
 
@@ -69,21 +70,6 @@ def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int
     return num_segments, chunks_per_segment
 
 
-def plan_whole_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
-    """Splits a pool of large chunks: as `plan_shared_segments`, but no segment has unused slots.
-
-    The pool has fewer chunks than configured, by less than there are segments, where the others would allocate more.
-    """
-    num_segments, _ = plan_segments(num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
-    if not num_segments:
-        return 0, 1
-    chunks_per_segment = num_chunks // num_segments
-    num_segments = min(num_segments, num_fitting // chunks_per_segment)
-    if not num_segments:
-        _warn_of_less_than_a_segment(num_fitting, chunks_per_segment, chunk_nbytes=chunk_nbytes)
-    return num_segments, chunks_per_segment
-
-
 def _warn_of_less_than_a_segment(num_fitting: int, chunks_per_segment: int, *, chunk_nbytes: int) -> None:
     _logger.warning(
         "host memory for %d chunks is less than one segment of %d chunks (%.3g GB), and hosts that share a model must "
@@ -127,9 +113,15 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
 
 @dataclasses.dataclass(slots=True)
 class SegmentLimit:
-    """How many segments arenas that belong together may have; allocating threads lower it when memory runs out."""
+    """How many segments arenas that belong together may have; allocating threads lower it when memory runs out.
+
+    Attributes:
+      num_segments: that many.
+      has_failed: memory ran out; set by a thread, which ends then.
+    """
 
     num_segments: int = sys.maxsize
+    has_failed: bool = False
 
 
 class HostArena:
@@ -139,9 +131,9 @@ class HostArena:
 
     Args:
       segment: shapes, dtypes and shardings of the stripes of one segment, each `[blocks, layers, *page_shape]`.
-      num_segments: segments to allocate.
+      num_segments: segments to allocate; `grow` adds more.
       chunks_per_segment: chunks in one segment.
-      num_chunks: chunks in total; at most `num_segments * chunks_per_segment`.
+      num_chunks: chunks in total, those that `grow` may add included.
       limit: shared by arenas that are only usable together: where one cannot allocate, the others stop.
     """
 
@@ -160,18 +152,13 @@ class HostArena:
         self._segments: list[Segment] = []
         self._lost: set[int] = set()
         self._unreported_losses: list[tuple[int, int]] = []
-        self._rebuilt: dict[int, Segment] = {}  # written by the rebuilding thread
+        self._rebuilt: dict[int, Segment] = {}  # written by the rebuilding threads
+        self._rebuilds: dict[int, threading.Thread] = {}  # the last one of each segment
         self._stop = threading.Event()
-        # The thread holds no reference to the arena, so that an arena that was never closed stops it when collected.
-        # It is a daemon, so that an exiting engine does not wait for memory that it will not use.
-        self._thread = threading.Thread(
-            target=_allocate,
-            args=(self._structs, num_segments, self._segments, self._stop, limit or SegmentLimit()),
-            name="tpu_offload-host-pool",
-            daemon=True,
-        )
-        self._finalizer = weakref.finalize(self, _end, self._thread, self._stop, self._segments)
-        self._thread.start()
+        self._limit = limit or SegmentLimit()
+        self._threads: list[threading.Thread] = []  # the last one allocates, or has
+        self._finalizer = weakref.finalize(self, _end, self._threads, self._stop, self._segments)
+        self.grow(num_segments)
 
     @property
     def num_chunks_ready(self) -> int:
@@ -179,13 +166,46 @@ class HostArena:
         return min(len(self._segments) * self._chunks_per_segment, self._num_chunks)
 
     @property
+    def num_segments_ready(self) -> int:
+        """Segments that are allocated."""
+        return len(self._segments)
+
+    @property
     def growing(self) -> bool:
         """Whether more memory is still being allocated."""
-        return self._thread.is_alive()
+        return self._threads[-1].is_alive()
 
     def wait_until_allocated(self) -> None:
         """Blocks until every segment is allocated or allocation has failed; for benchmarks and tests."""
-        self._thread.join()
+        self._threads[-1].join()
+
+    def grow(self, num_segments: int) -> None:
+        """Allocates segments in the background until there are `num_segments`. Not while it is `growing`."""
+        # The thread holds no reference to the arena, so that an arena that was never closed stops it when collected.
+        # It is a daemon, so that an exiting engine does not wait for memory that it will not use.
+        thread = threading.Thread(
+            target=_allocate,
+            args=(self._structs, num_segments, self._segments, self._stop, self._limit),
+            name="tpu_offload-host-pool",
+            daemon=True,
+        )
+        self._threads[:] = [thread]
+        thread.start()
+
+    def can_free(self, first: int) -> bool:
+        """Whether no thread is allocating a segment, nor one from `first` on again."""
+        return not (self.growing or any(i >= first and t.is_alive() for i, t in self._rebuilds.items()))
+
+    def free_from(self, first: int) -> None:
+        """Frees all segments from `first` on. `can_free` holds, and no copy in flight uses them."""
+        for segment in (*self._segments[first:], *(s for i, s in self._rebuilt.items() if i >= first)):
+            for stripe in segment:
+                stripe.delete()
+        del self._segments[first:]
+        self._lost = {i for i in self._lost if i < first}
+        for of_segment in (self._rebuilt, self._rebuilds):
+            for i in [i for i in of_segment if i >= first]:
+                del of_segment[i]
 
     def segment(self, segment_id: int) -> Segment:
         """The current arrays of a segment. They may be donated if their successors are passed to `replace`.
@@ -223,9 +243,10 @@ class HostArena:
         self._lost.add(segment_id)
         first = segment_id * self._chunks_per_segment
         self._unreported_losses.append((first, min(first + self._chunks_per_segment, self._num_chunks)))
-        threading.Thread(
+        self._rebuilds[segment_id] = thread = threading.Thread(
             target=_rebuild, args=(self._structs, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of chunks lost since the last call."""
@@ -253,14 +274,14 @@ def _allocate(
     limit: SegmentLimit,
 ) -> None:
     """Appends segments until all are allocated, an allocation fails here or at the same limit, or `stop` is set."""
-    for i in range(num_segments):
+    for i in range(len(segments), num_segments):
         if stop.is_set() or i >= limit.num_segments:
             return
         try:
             segments.append([pinned_zeros(struct) for struct in structs])
         except (MemoryError, RuntimeError) as e:  # JaxRuntimeError is a RuntimeError
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-            limit.num_segments = min(limit.num_segments, i)
+            limit.num_segments, limit.has_failed = min(limit.num_segments, i), True
             _logger.warning(
                 "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
                 i + 1,
@@ -278,8 +299,9 @@ def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: 
         _logger.error("host pool: segment %d could not be allocated again (%s)", segment_id, e)
 
 
-def _end(thread: threading.Thread, stop: threading.Event, segments: list[Segment]) -> None:
+def _end(threads: list[threading.Thread], stop: threading.Event, segments: list[Segment]) -> None:
     stop.set()
+    thread = threads[-1]
     if thread is not threading.current_thread():
         thread.join(_MAX_WAIT_S)
         if thread.is_alive():

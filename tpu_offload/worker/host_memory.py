@@ -1,6 +1,7 @@
 """Pinned host memory of one process: how large it is, how it is divided, and which places hold readable blocks."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any, Self, final
 
@@ -16,10 +17,11 @@ from tpu_offload.memory import (
     cap_chunks,
     plan_segments,
     plan_shared_segments,
-    plan_whole_segments,
     size_swap_pool,
     wanted_swap_blocks,
 )
+
+_logger = logging.getLogger(__name__)
 
 _GB = 2**30
 
@@ -29,26 +31,42 @@ class PoolPlan:
     """The size of one host pool.
 
     Attributes:
-      num_chunks: chunks, or rows of states.
+      num_chunks: most chunks, or rows of states.
       num_segments: segments that hold them.
       segment_chunks: chunks, or rows, in each.
-      chunk_nbytes: bytes of host memory that each takes in this process.
+      first_segments: segments that it has at first.
     """
 
     num_chunks: int = 0
     num_segments: int = 0
     segment_chunks: int = 1
-    chunk_nbytes: int = 0
+    first_segments: int = 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory in this process."""
-        return self.num_chunks * self.chunk_nbytes
+    def first_chunks(self) -> int:
+        """Chunks, or rows, that it has at first."""
+        return min(self.num_chunks, self.first_segments * self.segment_chunks)
 
 
-def plan_host_pools(
-    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
-) -> tuple[PoolPlan, PoolPlan]:
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The size of the host tier.
+
+    Attributes:
+      chunks: of the pool of chunks; empty if there is no memory for it.
+      states: of the pool of states; empty without states.
+      num_segments: with states, segments of both pools together at any time; else 0.
+      nbytes: bytes of host memory in this process.
+    """
+
+    chunks: PoolPlan = dataclasses.field(default_factory=PoolPlan)
+    states: PoolPlan = dataclasses.field(default_factory=PoolPlan)
+    num_segments: int = 0
+    nbytes: int = 0
+
+
+def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int) -> HostPlan:
     """Sizes the host tier.
 
     Args:
@@ -57,34 +75,33 @@ def plan_host_pools(
       kv_caches: only their sharding is read.
       available: free bytes of host memory.
     Returns:
-      The pool of chunks, and that of states, which is empty without states. Both are if there is no memory for one.
+      Its pools; both are empty if there is no memory for one.
     """
-
-    shared = not kv_caches[0].sharding.is_fully_addressable
-
-    def plan(wanted: int, chunk_nbytes: int, *, available: int, what: str) -> PoolPlan:
-        fraction = config.host_memory_fraction
-        fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available, what=what)
-        gb = config.host_segment_gb
-        if what == "states":  # a slot that is not used would be megabytes
-            most = wanted if shared else fitting
-            segments = plan_whole_segments(most, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
-        elif shared:
-            segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
-        else:
-            segments = plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
-        return PoolPlan(min(fitting, segments[0] * segments[1]), *segments, chunk_nbytes)
-
-    states, share = PoolPlan(), 0.0
-    if layout.state_group is not None:
-        share = config.state_share
-        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
-        states = plan(config.host_states(layout), row_nbytes, available=int(available * share), what="states")
-    chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
-    chunks = plan(config.host_chunks(layout), chunk_nbytes, available=int(available * (1 - share)), what="chunks")
-    if layout.state_group is not None and not (states.num_chunks and chunks.num_chunks):
-        return PoolPlan(), PoolPlan()
-    return chunks, states
+    fraction = config.host_memory_fraction
+    segments = config.host_segments(layout)
+    if segments is not None:
+        nbytes = segments.segment_nbytes
+        num_segments = cap_chunks(
+            segments.num_segments, chunk_nbytes=nbytes, fraction=fraction, available=available, what="segments"
+        )
+        if num_segments < 2:
+            _logger.warning("host memory for %d segments, of chunks and of states; nothing is offloaded", num_segments)
+            return HostPlan()
+        pools = (segments.segment_chunks, segments.segment_states)
+        chunks, states = (
+            PoolPlan((num_segments - 1) * size, num_segments - 1, size, first)
+            for size, first in zip(pools, segments.divide(num_segments, config.state_share), strict=True)
+        )
+        return HostPlan(chunks, states, num_segments, num_segments * nbytes)
+    wanted, chunk_nbytes = config.host_chunks(layout), layout.block_nbytes_per_host * config.blocks_per_chunk
+    fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available)
+    gb = config.host_segment_gb
+    if kv_caches[0].sharding.is_fully_addressable:
+        num, size = plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
+    else:
+        num, size = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
+    num_chunks = min(fitting, num * size)
+    return HostPlan(PoolPlan(num_chunks, num, size, num), nbytes=num_chunks * chunk_nbytes)
 
 
 def plan_swap_pool(
@@ -120,7 +137,7 @@ class HostMemory:
     Attributes:
       spec: what is copied.
       arena: the segments.
-      num_segments: number of segments.
+      num_segments: most segments.
       blocks_per_chunk: places that are allocated together.
       lost: bool[num_ranks, places]; whether a place of a data-parallel rank was never written, or its contents are
         lost. A plan that was made before the loss was known, or for an earlier incarnation of this worker, would load
@@ -134,24 +151,27 @@ class HostMemory:
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
-    def allocate(
-        cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int, limit: SegmentLimit
-    ) -> Self:
-        """Starts the allocation in the background; see `HostArena`."""
+    def allocate(cls, spec: TransferSpec, pool: PoolPlan, *, limit: SegmentLimit) -> Self:
+        """Starts the allocation of what a pool has at first, in the background; see `HostArena`."""
         arena = HostArena(
             spec.segment_structs(),
-            num_segments=num_segments,
-            chunks_per_segment=chunks_per_segment,
-            num_chunks=num_chunks,
+            num_segments=pool.first_segments,
+            chunks_per_segment=pool.segment_chunks,
+            num_chunks=pool.num_chunks,
             limit=limit,
         )
         return cls(
             spec,
             arena,
-            num_segments,
-            spec.segment_blocks // chunks_per_segment,
-            np.ones((spec.num_ranks, num_segments * spec.segment_blocks), np.bool_),
+            pool.num_segments,
+            spec.segment_blocks // pool.segment_chunks,
+            np.ones((spec.num_ranks, pool.num_segments * spec.segment_blocks), np.bool_),
         )
+
+    def free_from(self, segment_id: int) -> None:
+        """Frees all segments from this one on; see `HostArena.free_from`."""
+        self.arena.free_from(segment_id)
+        self.lost[:, segment_id * self.spec.segment_blocks :] = True
 
     @property
     def num_blocks_ready(self) -> int:

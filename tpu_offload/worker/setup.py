@@ -62,6 +62,7 @@ def describe_setup(
       tier: the host tier; None without one.
     """
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
+    segments = config.host_segments(layout) if config.enabled else None
     paths = {direction: tier.paths[direction].value if tier else "" for direction in Direction}
     return WorkerSetup(
         num_processes=len(processes),
@@ -71,7 +72,7 @@ def describe_setup(
         staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
         max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
         segment_chunks=tier.segment_chunks if tier else 0,
-        segment_states=tier.segment_states if tier else 0,
+        segment_states=segments.segment_states if segments is not None else 0,
         save_path=paths[Direction.SAVE],
         load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),

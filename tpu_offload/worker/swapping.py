@@ -18,7 +18,7 @@ from tpu_offload.memory import SegmentLimit
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of, unwrapped
-from tpu_offload.worker.host_memory import HostMemory, plan_swap_pool
+from tpu_offload.worker.host_memory import HostMemory, PoolPlan, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.validate import job_error
 
@@ -79,13 +79,8 @@ class SwapCopies:
             caches = [kv_caches[i] for i in layer_ids]
             capacity = min(_MAX_BLOCKS, caches[0].shape[0] // layout.num_ranks)
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
-            memory = HostMemory.allocate(
-                spec,
-                num_segments=num_segments,
-                chunks_per_segment=segment_blocks,
-                num_chunks=num_blocks,
-                limit=limit,
-            )
+            pool = PoolPlan(num_blocks, num_segments, segment_blocks, num_segments)
+            memory = HostMemory.allocate(spec, pool, limit=limit)
             copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
             self._groups.append(
                 GroupCopies(

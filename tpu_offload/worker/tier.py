@@ -30,11 +30,12 @@ from tpu_offload.kernels import (
 )
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit, pinned_zeros
-from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
+from tpu_offload.types import CopyJob, Direction, HostDivision, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
+from tpu_offload.worker.division import HostPool, PoolDivision
 from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
-from tpu_offload.worker.host_memory import HostMemory, PoolPlan
+from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.validate import job_error
@@ -68,16 +69,15 @@ class TierCopies:
         layout: KVLayout,
         kv_caches: Sequence[Any],
         *,
-        pools: tuple[PoolPlan, PoolPlan],
+        pools: HostPlan,
         jobs: WorkerJobs,
         fused: bool,
         wrap_copier: WrapCopier,
     ) -> None:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
-        chunks, states = pools
+        chunks, states = pools.chunks, pools.states
         self.segment_chunks = chunks.segment_chunks
-        self.segment_states = states.segment_chunks if states.num_chunks else 0
         self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         staging_blocks = config.staging_blocks(layout)
         # A row of states counts as the blocks of attention that take as long.
@@ -127,6 +127,15 @@ class TierCopies:
             )
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
+        self._division: PoolDivision | None = None
+        if pools.num_segments:
+            of_chunks = [group for group in self._groups if group.group_id != self._state_group_id]
+            of_states = [group for group in self._groups if group.group_id == self._state_group_id]
+            self._division = PoolDivision(
+                HostPool(of_chunks, chunk_limit, chunks.first_segments),
+                HostPool(of_states, state_limit, states.first_segments),
+                num_segments=pools.num_segments,
+            )
         self._staging = StagingUsage(
             staging_blocks,
             flights=lambda: ((group.group_id, group.flights) for group in self._groups),
@@ -155,13 +164,7 @@ class TierCopies:
         pool: PoolPlan,
         limit: SegmentLimit,
     ) -> GroupCopies:
-        memory = HostMemory.allocate(
-            spec,
-            num_segments=pool.num_segments,
-            chunks_per_segment=pool.segment_chunks,
-            num_chunks=pool.num_chunks,
-            limit=limit,
-        )
+        memory = HostMemory.allocate(spec, pool, limit=limit)
         # A row of states is megabytes, and few move in a step: they need no staging buffer.
         paths = self.paths if group_id != self._state_group_id else dict.fromkeys(Direction, CopyPath.DIRECT)
         copiers = make_copiers(paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
@@ -183,7 +186,10 @@ class TierCopies:
 
     def sources(self) -> list[GroupCopies]:
         """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
-        return [group.reader(self._direct(group)) for group in self._groups]
+        readers = [group.reader(self._direct(group)) for group in self._groups]
+        if self._division is not None:
+            self._division.add_readers(readers)
+        return readers
 
     def _direct(self, group: GroupCopies) -> Copier:
         copier, arena = group.copiers[Direction.LOAD], group.memory.arena
@@ -191,6 +197,28 @@ class TierCopies:
             return copier
         direct = DirectCopier(direct_spec(group.memory.spec), arena, directions=(Direction.LOAD,))
         return self._wrap_copier(direct, arena)
+
+    # Division of the memory into pools.
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that both pools can have together; 0 without states."""
+        return self._division.num_segments if self._division is not None else 0
+
+    @property
+    def division_id(self) -> int:
+        """The last division that was begun; 0 without one."""
+        return self._division.division_id if self._division is not None else 0
+
+    def divide(self, division: HostDivision) -> None:
+        """Begins to move segments between the pools; `advance_division` continues."""
+        if self._division is not None:
+            self._division.begin(division)
+
+    def advance_division(self) -> None:
+        """Frees and allocates the segments that can be freed and allocated now. Does not wait."""
+        if self._division is not None:
+            self._division.advance()
 
     @property
     def num_chunks_ready(self) -> int:

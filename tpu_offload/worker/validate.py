@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore, JobKind, StepPlan
+from tpu_offload.types import CopyJob, CopyPart, Direction, HostDivision, HostStore, JobKind, StepPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -98,12 +98,19 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
         and _is_count(plan.step_id)
         and _is_count(plan.next_job_id)
         and epochs is plan.cache_epochs
+        and _is_division(plan.division)
     ):
         return plan
     jobs = _reportable_jobs(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = cancelled if all(map(_is_count, cancelled)) else tuple(filter(_is_count, cancelled))
-    same = epochs is plan.cache_epochs and kept is plan.cancelled_job_ids and jobs is plan.jobs
+    division = plan.division if _is_division(plan.division) else None
+    same = (
+        division is plan.division
+        and epochs is plan.cache_epochs
+        and kept is plan.cancelled_job_ids
+        and jobs is plan.jobs
+    )
     if same and _is_count(plan.step_id) and _is_count(plan.next_job_id):
         return plan
     _logger.error(
@@ -115,6 +122,7 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
         cancelled_job_ids=kept,
         next_job_id=plan.next_job_id if _is_count(plan.next_job_id) else 0,
         cache_epochs=epochs,
+        division=division,
     )
 
 
@@ -160,6 +168,16 @@ def _are_epochs(epochs: Any) -> bool:
     return type(epochs) is tuple and all(
         type(epoch) is tuple and len(epoch) == 2 and all(map(_is_count, epoch)) for epoch in epochs
     )
+
+
+def _is_division(division: Any) -> bool:
+    """Whether it is a division that leaves a segment to each pool, or None."""
+    if division is None:
+        return True
+    if type(division) is not HostDivision:
+        return False
+    sizes = division.chunk_segments, division.state_segments
+    return _is_count(division.division_id) and all(map(_is_count, sizes)) and min(sizes) > 0
 
 
 def _is_count(n: Any) -> bool:

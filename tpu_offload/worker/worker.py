@@ -37,7 +37,7 @@ from tpu_offload.memory import available_nbytes
 from tpu_offload.types import CacheEpoch, CopyJob, JobKind, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
-from tpu_offload.worker.host_memory import PoolPlan, plan_host_pools
+from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, check_ranks, describe_setup
@@ -104,10 +104,10 @@ class OffloadWorker:
             layout.check_tier()
         if config.enabled or config.swap_enabled:
             available = available_nbytes() if available is None else available
-        pools = PoolPlan(), PoolPlan()
+        pools = HostPlan()
         if config.enabled:
             pools = plan_host_pools(config, layout, kv_caches, available or 0)
-        self._num_host_chunks, self._num_host_states = (pool.num_chunks for pool in pools)
+        self._num_host_chunks, self._num_host_states = pools.chunks.first_chunks, pools.states.first_chunks
         # The last plan, as it was passed (None once it has ended), and without its invalid or stale jobs.
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
         self._tier: TierCopies | None = None
@@ -123,13 +123,12 @@ class OffloadWorker:
                 wrap_copier=wrap_copier,
             )
         if config.swap_enabled:
-            taken = sum(pool.nbytes for pool in pools)
             self._swap = SwapCopies(
                 config,
                 layout,
                 kv_caches,
                 jobs=self._jobs,
-                available=max(0, (available or 0) - taken),
+                available=max(0, (available or 0) - pools.nbytes),
                 tier=self._tier.sources() if self._tier is not None else (),
                 clock=clock,
                 wrap_copier=wrap_copier,
@@ -178,7 +177,10 @@ class OffloadWorker:
 
     @property
     def num_host_chunks(self) -> int:
-        """Chunks that the host pool will have when it is fully allocated; reports say how many it has now."""
+        """Chunks that the host pool will have when it is fully allocated; reports say how many it has now.
+
+        With states that is at first: later memory moves between chunks and states (`HostDivision`).
+        """
         return self._num_host_chunks
 
     @property
@@ -213,6 +215,8 @@ class OffloadWorker:
         plan = sound_plan(plan, last=self._plan[1].step_id)
         if not self._gate.begin(plan):
             return kv_caches
+        if plan.division is not None and tier is not None:
+            tier.divide(plan.division)
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
@@ -377,13 +381,13 @@ class OffloadWorker:
             until_s = time.monotonic() + _MAX_WAIT_S
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
-        ready = (self._tier.num_chunks_ready, self._tier.num_states_ready) if self._tier else (0, 0)
+        ready, memory = self._tier_memory()
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
         oldest, gate = self._jobs.oldest_id, self._gate
-        if not self._jobs.has_results and (*ready, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
-            last.num_host_chunks, last.num_host_states, last.num_swap_blocks, last.oldest_job_id,
-            last.num_cache_losses, last.setup,
+        if not self._jobs.has_results and (*ready, *memory, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
+            last.num_host_chunks, last.num_host_states, last.num_host_segments, last.division_id,
+            last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup,
         ):  # fmt: skip
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
@@ -396,6 +400,8 @@ class OffloadWorker:
             results=(),
             num_host_chunks=ready[0],
             num_host_states=ready[1],
+            num_host_segments=memory[0],
+            division_id=memory[1],
             lost_slots=(),
             lost_states=(),
             num_swap_blocks=num_swap,
@@ -455,6 +461,14 @@ class OffloadWorker:
             copies.close()
 
     # Inside.
+
+    def _tier_memory(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Slots of chunks and of states that are allocated; segments of both, and the division that is carried out."""
+        tier = self._tier
+        if tier is None:
+            return (0, 0), (0, 0)
+        tier.advance_division()
+        return (tier.num_chunks_ready, tier.num_states_ready), (tier.num_segments, tier.division_id)
 
     def _refuse(self, jobs: Iterable[CopyJob], error: str) -> None:
         for job in jobs:

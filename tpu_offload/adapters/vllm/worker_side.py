@@ -350,7 +350,8 @@ class WorkerSide:
 
     def _collect(self, *, wait: bool = False) -> None:
         report = self._last_report = self.worker.poll(wait=wait)
-        status = report.num_host_chunks, report.num_host_states, report.num_cache_losses, report.setup
+        memory = report.num_host_chunks, report.num_host_states, report.num_host_segments, report.division_id
+        status = memory, report.num_cache_losses, report.setup
         if report.results or report.lost_slots or report.lost_states or status != self._last_status:
             self._last_status = status
             self._reports.append(report)

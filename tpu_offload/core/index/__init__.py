@@ -8,13 +8,17 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
   states.py       which chunks are not READY yet or no longer, and which are pinned
   eviction.py     what a policy sees of the tree, and evicts from it
   checkpoints.py  window chunks at the boundaries where a request can go on, and the slots that they share
+  vacating.py     evicts what is in the last slots of a pool, whose memory is to be moved
+  ages.py         how long ago evicted chunks were last used
+  pool_balance.py which pool gets memory from the other
   changes.py      what lookups began and ceased to find, for the tier's events
 """
 
 from tpu_offload.core.index.changes import Changes
 from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece
 from tpu_offload.core.index.chunk_index import ChunkIndex
+from tpu_offload.core.index.pool_balance import Pool, PoolBalance
 from tpu_offload.core.index.slots import overlaps
 from tpu_offload.core.index.states import ChunkState
 
-__all__ = ["Changes", "Checkpoint", "ChunkIndex", "ChunkState", "NewPiece", "overlaps"]
+__all__ = ["Changes", "Checkpoint", "ChunkIndex", "ChunkState", "NewPiece", "Pool", "PoolBalance", "overlaps"]

@@ -54,9 +54,10 @@ class Checkpoint:
       num_holds: loads that read it, or may.
       superseded: an earlier checkpoint of the same request, which is dropped when this one is READY; None if it stays.
       was_loaded: whether a request has loaded it.
+      last_use: the last request that used it; the index counts them.
     """
 
-    __slots__ = ("key", "num_holds", "num_pending", "num_pieces", "slots", "superseded", "was_loaded")
+    __slots__ = ("key", "last_use", "num_holds", "num_pending", "num_pieces", "slots", "superseded", "was_loaded")
 
     def __init__(self, key: ChunkKey, slots: "array[int]", num_pieces: tuple[int, ...]) -> None:
         self.key = key
@@ -65,6 +66,7 @@ class Checkpoint:
         self.num_pending = self.num_holds = 0
         self.superseded: Checkpoint | None = None
         self.was_loaded = False
+        self.last_use = 0
 
 
 @final
@@ -281,6 +283,25 @@ class CheckpointTable:
                 self.drop(checkpoint)
                 return checkpoint
         return None
+
+    def evict_from(self, slots: range) -> None:
+        """Drops the checkpoints with a piece in these slots, but for those that something holds or saves.
+
+        O(slots) for slots of states, O(pieces of all checkpoints) if a window chunk is in one of those of chunks.
+        """
+        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
+        if not names:
+            return
+        if slots.start >= self._slots.first_state:  # a state is named by the chunk at its boundary
+            found = [self._table.get(ChunkKey(name[:-1])) for name in names]
+        else:
+            found = [
+                checkpoint for checkpoint in self._table.values() if any(map(slots.__contains__, checkpoint.slots))
+            ]
+        for checkpoint in found:
+            if checkpoint is not None and not (checkpoint.num_holds or checkpoint.num_pending):
+                self.num_evicted += 1
+                self.drop(checkpoint)
 
     def lose(self, first: int, end: int) -> None:
         """The bytes in slots `first` to `end - 1` are lost. Their checkpoints are dropped when they are next looked up.

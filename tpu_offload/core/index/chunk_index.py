@@ -15,17 +15,21 @@ No call takes long, however many chunks there are. `clear` starts with new conta
 slice at a time; `tidy`, which is called in every step, finishes both.
 """
 
+import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
+from tpu_offload.core.index.ages import UseAges
 from tpu_offload.core.index.changes import ChangeLog, Changes
 from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
+from tpu_offload.core.index.pool_balance import Pool, PoolBalance
 from tpu_offload.core.index.prefix_tree import PrefixTree
 from tpu_offload.core.index.slots import TierSlots, overlaps
 from tpu_offload.core.index.states import ChunkState, ChunkStates
+from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.types import ChunkKey
 
@@ -45,6 +49,7 @@ class ChunkIndex:
       record: records what `take_changes` returns.
       window_chunks: per window group, how many chunks cover its window.
       first_state: the lowest slot of the states, above all slots of chunks; None without states.
+      balance: with states: is told what is evicted for lack of slots.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class ChunkIndex:
         record: bool = False,
         window_chunks: Sequence[int] = (),
         first_state: int | None = None,
+        balance: PoolBalance | None = None,
     ) -> None:
         self._policy = policy
         self._tree = PrefixTree()
@@ -62,9 +68,12 @@ class ChunkIndex:
         self._slots, self._state_slots = self._tier_slots.chunks, self._tier_slots.states
         self._changes = ChangeLog() if record else None
         self._checkpoints = CheckpointTable(self._tier_slots, window_chunks, has_states=first_state is not None)
+        self._balance = balance
+        self._ages = UseAges(functools.partial(balance.note_evicted, Pool.CHUNKS)) if balance is not None else None
         self._evictor = Evictor(
-            self._tree, self._states, self._slots, changes=self._changes, on_evict=self._checkpoints.evict_at
+            self._tree, self._states, self._slots, changes=self._changes, on_evict=self._note_evicted
         )
+        self._vacating = Vacating(self._tree, self._states, self._checkpoints, evict=self._evict)
         self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
         self._discarded = Discarded()
@@ -83,6 +92,16 @@ class ChunkIndex:
     def num_free_slots(self) -> int:
         """Slots that `allocate` hands out without evicting."""
         return len(self._slots.free)
+
+    @property
+    def num_requests(self) -> int:
+        """With states: requests so far, as ages of evicted entries count them."""
+        return self._ages.now if self._ages is not None else 0
+
+    @property
+    def num_free_state_slots(self) -> int:
+        """Likewise, slots of states."""
+        return len(self._state_slots.free)
 
     @property
     def num_quarantined_slots(self) -> int:
@@ -146,13 +165,30 @@ class ChunkIndex:
         self._state_slots.shrink(num_slots)
 
     def shrink(self, num_slots: int) -> None:
-        """Lowers the number of slots: a worker has fewer. Chunks in the others have been invalidated.
+        """Lowers the number of slots: a worker has fewer, or memory is to be moved.
 
-        Slots that a pin or an unfinished copy holds become unusable when it ends. `grow` adds them again. O(1) after a
-        `clear`.
+        Chunks in the others have been invalidated, or `vacate` follows. Slots that a pin or an unfinished copy holds
+        become unusable when it ends. `grow` adds them again. O(1) after a `clear`.
         """
         self._slots.shrink(num_slots)
         self._policy.resize(self._slots.num_usable)
+
+    def vacate(self, num_slots: int) -> bool:
+        """Evicts what is in slots from `num_slots` on, after `shrink`: some of it, as much as can be now.
+
+        Returns:
+          Whether nothing uses them any more. Until then it is called again in later steps.
+        """
+        held = self._slots.held_from(num_slots)
+        if held:
+            self._vacating.evict_chunks(held)
+        return not self._slots.held_from(num_slots)
+
+    def vacate_states(self, num_slots: int) -> bool:
+        """Likewise as `vacate`, the slots of states."""
+        held = self._state_slots.held_from(num_slots)
+        self._checkpoints.evict_from(held)
+        return not self._state_slots.held_from(num_slots)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not resident."""
@@ -213,6 +249,10 @@ class ChunkIndex:
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int) -> None:
         """A request used the first `num_chunks` of `keys`, head first; those that are not resident are skipped."""
         self._policy.touch(use, keys, num_chunks, self._evictor)
+        if self._ages is not None:
+            tail = next((keys[i] for i in range(num_chunks - 1, -1, -1) if keys[i] in self._tree), None)
+            if tail is not None:
+                self._ages.use(use, tail)
 
     def allocate(
         self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], *, protected: Container[ChunkKey] = ()
@@ -249,6 +289,8 @@ class ChunkIndex:
             self._policy.insert(use, new, parent)
         else:
             self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        if self._ages is not None:
+            self._ages.use(use, keys[indices[num_chunks - 1]])
         return slots
 
     def complete(
@@ -299,6 +341,7 @@ class ChunkIndex:
         begun = self._checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before)
         if begun is not None:
             self._count_used(1, sum(piece.slot < self._tier_slots.first_state for piece in begun[1]))
+            self._note_used(begun[0])
         return begun
 
     def complete_checkpoint(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
@@ -320,13 +363,14 @@ class ChunkIndex:
     def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
         """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
         checkpoint.was_loaded = True
-        self._checkpoints.touch(checkpoint)
+        self.touch_checkpoint(checkpoint)
         self._count_used(0, num_chunks)
         self._count_used(1, len(checkpoint.slots) - self._checkpoints.has_states)
 
     def touch_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A request would have saved this checkpoint."""
+        """A request used this checkpoint, or would have saved it."""
         self._checkpoints.touch(checkpoint)
+        self._note_used(checkpoint)
 
     def lose_pieces(self, slots: Iterable[int]) -> None:
         """The pieces in these slots cannot be read: lookups find no checkpoint that contains one of them."""
@@ -376,7 +420,8 @@ class ChunkIndex:
         kept = self._states.clear()
         if self._changes is not None:
             self._discarded.add(self._changes.clear())
-        for container in (*self._tree.clear(kept), *self._policy.clear(), *self._checkpoints.clear()):
+        ages = self._ages.clear() if self._ages is not None else ()
+        for container in (*self._tree.clear(kept), *self._policy.clear(), *self._checkpoints.clear(), *ages):
             self._discarded.add(container)
         for keys, parent in self._tree.paths():
             self._policy.insert(_CLEARED, keys, parent)
@@ -412,6 +457,8 @@ class ChunkIndex:
             [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self._checkpoints.occupied()]
         )
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
+        if self._ages is not None:
+            self._ages.check_invariants(self._tree.slot_of)
 
     def check_holds(
         self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey], quarantined: Iterable[int] | None = None
@@ -441,8 +488,10 @@ class ChunkIndex:
             self._make_room(num_slots, protected)
         if num_slots > len(free):
             return []
-        while len(free_states) < num_states and self._checkpoints.evict_one(protected) is not None:
-            pass
+        while len(free_states) < num_states and (checkpoint := self._checkpoints.evict_one(protected)) is not None:
+            if self._balance is not None and self._ages is not None:
+                age = max(0, self._ages.now - checkpoint.last_use)
+                self._balance.note_evicted(Pool.STATES, 1, age)
         if num_states > len(free_states):
             return []
         return free.take(num_slots) + free_states.take(num_states)
@@ -485,9 +534,23 @@ class ChunkIndex:
         self._slots.free_first((slot,))
         self._policy.remove(key, parent)
         self._evictor.num_evicted += 1
+        self._checkpoints.evict_at((key,))
+        if self._ages is not None:
+            self._ages.removed((key,), parent)
         if self._changes is not None:
             self._changes.add((key,), found=False)
         return parent
+
+    def _note_evicted(self, keys: Sequence[ChunkKey], before: ChunkKey | None) -> None:
+        """Chunks were evicted, tail first, by the policy; `before` is the resident one before them."""
+        self._checkpoints.evict_at(keys)
+        if self._ages is not None:
+            self._ages.evicted(keys, before)
+
+    def _note_used(self, checkpoint: Checkpoint) -> None:
+        """A request uses a checkpoint."""
+        if self._ages is not None:
+            checkpoint.last_use = self._ages.now
 
     def _count_used(self, kind: int, num_chunks: int) -> None:
         """Counts chunks of full attention (0) or of windows (1) that were saved or loaded; earlier ones count less."""
@@ -514,6 +577,8 @@ class ChunkIndex:
         self._states.removed(slot)
         self._slots.release(slot)
         self._policy.remove(key, parent)
+        if self._ages is not None:
+            self._ages.removed((key,), parent)
         checkpoint = self._checkpoints.get(key)
         if checkpoint is not None:
             self._checkpoints.drop(checkpoint)

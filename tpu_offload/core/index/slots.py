@@ -118,6 +118,12 @@ class SlotAllocator:
         self.num_usable = min(self.num_usable, num_slots)
         self._unusable += self.free.remove_from(self._end)
 
+    def held_from(self, num_slots: int) -> range:
+        """The slots from the `num_slots`-th on if something holds one of them, else none. They are not usable."""
+        slots = range(self._first + num_slots, self._first + self.num_known)
+        num_empty = sum(max(0, unusable.stop - max(unusable.start, slots.start)) for unusable in self._unusable)
+        return slots if num_empty < len(slots) else range(0)
+
     def quarantine(self, slots: Iterable[int]) -> None:
         """A late copy may still write into these slots: they are not free before `end_quarantine`."""
         self._quarantined.update(slots)

@@ -1,0 +1,167 @@
+"""Memory that moves between chunks and states, as the scheduler plans it."""
+
+from typing import Any
+
+from tests.core.fakes import FakeWorker, tokens
+from tests.core.window_engine import WindowEngine
+from tpu_offload import BlockHash, HostDivision
+from tpu_offload.core.index import Pool
+
+CHUNKS, STATES = 4, 5  # in a segment
+
+
+class DrawnRule:
+    """In place of the rule: what the test wants."""
+
+    def __init__(self) -> None:
+        self.wanted: Pool | None = None
+
+    def restart(self, now: int) -> None:
+        pass
+
+    def choose(self, **_: Any) -> Pool | None:
+        wanted, self.wanted = self.wanted, None
+        return wanted
+
+
+class Tier:
+    """An engine with a host tier of 16 segments, half of them for states."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.worker = FakeWorker(num_host_chunks=8 * CHUNKS, num_host_states=8 * STATES)
+        self.engine = WindowEngine((), num_rows=60, workers=[self.worker], **settings)
+        self.rule = DrawnRule()
+        moves = self.engine.scheduler._pools._moves
+        assert moves is not None
+        moves._balance = self.rule  # type: ignore[assignment]
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        self.engine.scheduler.check_invariants()
+        stats = self.engine.scheduler.stats()
+        return stats.num_host_chunks, stats.num_host_states
+
+    @property
+    def division(self) -> HostDivision | None:
+        return self.engine.plans[-1].division
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.engine.step()
+            self.engine.settle()
+
+    def carry_out(self) -> None:
+        """The worker does what the last plan says."""
+        division = self.division
+        assert division is not None
+        self.worker.division_id = division.division_id
+        self.worker.num_host_chunks = division.chunk_segments * CHUNKS
+        self.worker.num_host_states = division.state_segments * STATES
+        self.report()
+
+    def report(self) -> None:
+        self.engine.scheduler.apply(self.worker.report())
+
+
+def full_tier() -> Tier:
+    """Eight prompts of four chunks: every slot of chunks is used, and 8 of states."""
+    tier = Tier()
+    for i in range(8):
+        tier.engine.serve(f"a{i}", tokens(17, start=1000 * i))
+    assert tier.slots == (32, 40)
+    assert tier.engine.scheduler.stats().num_resident_chunks == 32
+    assert tier.division is None
+    return tier
+
+
+def test_chunks_give_memory_to_states() -> None:
+    tier = full_tier()
+    tier.rule.wanted = Pool.STATES
+    tier.step(3)
+    assert tier.division == HostDivision(division_id=1, chunk_segments=7, state_segments=9)
+    stats = tier.engine.scheduler.stats()
+    assert (tier.slots, stats.num_resident_chunks, stats.num_states) == ((28, 40), 28, 7)
+    assert (stats.num_moved_segments, stats.num_evicted_chunks, stats.num_evicted_checkpoints) == (1, 4, 1)
+    tier.carry_out()
+    assert tier.slots == (28, 45)
+    assert [tier.engine.serve(f"b{i}", tokens(17, start=1000 * i)) for i in range(8)] == [16] * 7 + [0]
+    assert tier.engine.scheduler.stats().num_resident_chunks == 28
+
+
+def test_states_give_memory_to_chunks() -> None:
+    tier = full_tier()
+    for i in range(40):  # another state at a prefix of each, so that every slot of states is used
+        tier.engine.serve(f"b{i}", tokens(5 + 4 * (i % 3), start=1000 * (i % 8)))
+    num_states = tier.engine.scheduler.stats().num_states
+    assert num_states == 32
+    for _ in range(2):
+        tier.rule.wanted = Pool.CHUNKS
+        tier.step(3)
+        tier.carry_out()
+    assert tier.slots == (40, 30)
+    assert tier.engine.scheduler.stats().num_states == 30
+    for i in range(2):
+        assert tier.engine.serve(f"c{i}", tokens(17, start=50_000 + i)) == 0
+    assert tier.engine.scheduler.stats().num_resident_chunks == 40, "without an eviction"
+
+
+def test_what_a_request_was_promised_is_waited_for() -> None:
+    tier = full_tier()
+    scheduler, hashes = tier.engine.scheduler, list[BlockHash]()
+    tier.engine.hasher.extend(hashes, tokens(17, start=7000))
+    assert scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
+    tier.rule.wanted = Pool.STATES
+    tier.step(5)
+    assert (tier.division, tier.slots) == (None, (28, 40))
+    scheduler.release("b")
+    tier.step(3)
+    assert tier.division is not None
+
+
+def test_a_move_whose_memory_stays_in_use_is_given_up() -> None:
+    tier = full_tier()
+    scheduler, hashes = tier.engine.scheduler, list[BlockHash]()
+    tier.engine.hasher.extend(hashes, tokens(17, start=7000))
+    scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0)
+    tier.rule.wanted = Pool.STATES
+    tier.step()
+    tier.engine.clock.now_s += 2 * scheduler._config.job_timeout_s
+    tier.step(2)
+    assert (tier.division, tier.slots) == (None, (32, 40))
+    scheduler.release("b")
+    assert scheduler.stats().num_moved_segments == 0
+
+
+def test_reports_from_before_a_move_change_nothing() -> None:
+    tier = full_tier()
+    tier.rule.wanted = Pool.STATES
+    tier.step(3)
+    tier.worker.num_host_states = 50  # still of the first division
+    tier.report()
+    assert tier.slots == (28, 40)
+    tier.worker.division_id, tier.worker.num_host_chunks = 1, 32  # not freed yet
+    tier.report()
+    assert tier.slots == (28, 45)
+    tier.rule.wanted = Pool.CHUNKS
+    tier.step(3)
+    assert tier.slots == (28, 40), "what was to be freed does not count when it is wanted again"
+
+
+def test_the_pools_are_cut_to_what_the_worker_can_have() -> None:
+    tier = full_tier()
+    tier.worker.num_host_segments = 12
+    tier.report()
+    tier.step(3)
+    assert tier.division == HostDivision(division_id=1, chunk_segments=6, state_segments=6)
+    assert tier.slots == (24, 30)
+
+
+def test_a_reset_in_the_middle_of_a_move() -> None:
+    tier = full_tier()
+    tier.rule.wanted = Pool.STATES
+    tier.engine.scheduler.plan_step(())
+    tier.engine.scheduler.reset()
+    tier.step(3)
+    tier.carry_out()
+    assert tier.slots == (28, 45)
+    assert tier.engine.scheduler.stats().num_resident_chunks == 0

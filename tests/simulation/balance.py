@@ -1,0 +1,34 @@
+"""The rule by which memory moves, with moves that a trace asks for."""
+
+from collections.abc import Sequence
+from typing import final
+
+from tpu_offload.core.index import Pool, PoolBalance
+
+
+@final
+class DrawnBalance:
+    """Moves what a trace asks for, and otherwise what the library's rule wants.
+
+    Attributes:
+      wanted: the pool that gets memory next, as soon as a move may begin.
+      is_even: from now on memory moves only until both pools have the same.
+    """
+
+    def __init__(self, rule: PoolBalance) -> None:
+        self._rule = rule
+        self.wanted: Pool | None = None
+        self.is_even = False
+
+    def restart(self, now: int) -> None:
+        self._rule.restart(now)
+
+    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
+        if self.is_even:
+            if abs(num_segments[0] - num_segments[1]) < 2:
+                return None
+            return Pool.CHUNKS if num_segments[0] < num_segments[1] else Pool.STATES
+        wanted, self.wanted = self.wanted, None
+        if wanted is not None:
+            return wanted if num_segments[wanted.other] > 1 else None
+        return self._rule.choose(now=now, num_segments=num_segments, num_free=num_free)

@@ -1,0 +1,246 @@
+"""The host tier's memory as the scheduler sees it: slots that every worker has, and its division into two pools.
+
+Without states there is one pool, whose slots the workers allocate after start. With states there are two, and segments
+of memory move between them (`core.index.pool_balance` decides when). A move:
+
+1. The index hands out no slots of the last segments of one pool, and evicts what is there. What is pinned or being
+   copied is waited for; after `_MAX_TIMEOUTS` job timeouts the move is given up, and the slots are used again.
+2. Nothing uses the slots: the plan has the new `HostDivision`. Each worker frees the segments, then allocates as many
+   of the other pool, and reports it.
+3. Every worker has reported it: the slots of the other pool are used. Only then another move may begin.
+
+A worker can have fewer segments than the settings say, because it has less memory or an allocation has failed. Then
+the pools are cut to what every worker can have, in the same way, and raised again when a restart brings more.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import final
+
+from tpu_offload.config import HostSegments
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import Pool, PoolBalance
+from tpu_offload.core.save_policy import SavePolicy
+from tpu_offload.types import HostDivision, StepReport
+
+_logger = logging.getLogger(__name__)
+
+_GB = 2**30
+_MAX_TIMEOUTS = 2.0
+
+type _Sizes = tuple[int, int]
+"""Segments, or slots, of the pools of chunks and of states."""
+
+
+@final
+class HostPools:
+    """Slots of the host tier.
+
+    Args:
+      context: the scheduler's shared state.
+      num_workers: how many report each step.
+      save_policy: is told the capacity of the pool of chunks.
+    """
+
+    def __init__(self, context: TierContext, *, num_workers: int, save_policy: SavePolicy) -> None:
+        config, layout = context.config, context.layout
+        self._index = context.index
+        self._counts = context.counts
+        self._save_policy = save_policy
+        self._max_slots = config.host_chunks(layout), config.host_states(layout)
+        self._num_slots: dict[int, _Sizes] = dict.fromkeys(range(num_workers), (0, 0))
+        segments = config.host_segments(layout) if context.has_states else None
+        self._moves: SegmentMoves | None = None
+        # Data-parallel ranks share one worker, and each of their schedulers would divide its memory.
+        if segments is not None and context.balance is not None and layout.num_ranks == 1:
+            self._moves = SegmentMoves(
+                context,
+                segments,
+                balance=context.balance,
+                num_workers=num_workers,
+                num_slots=self._num_slots,
+                on_change=self._grow,
+            )
+
+    @property
+    def first_state(self) -> int:
+        """The lowest slot of a state."""
+        return self._max_slots[Pool.CHUNKS]
+
+    @property
+    def end_slot(self) -> int:
+        """After the last slot of chunks and of states."""
+        return sum(self._max_slots)
+
+    def plan(self, now_s: float) -> HostDivision | None:
+        """Continues or begins a move; returns the division for the coming plan. O(1) while nothing is vacated."""
+        return self._moves.plan(now_s) if self._moves is not None else None
+
+    def apply(self, report: StepReport) -> None:
+        """A worker reports its memory. A slot is usable once every worker has it."""
+        if self._moves is not None and not self._moves.accepts(report):
+            return
+        known = self._num_slots[report.worker_id]
+        reported = report.num_host_chunks, report.num_host_states
+        if self._moves is not None:
+            reported = self._moves.within_limits(reported)
+        if reported[0] > known[0] or reported[1] > known[1]:
+            self._num_slots[report.worker_id] = max(known[0], reported[0]), max(known[1], reported[1])
+            self._grow()
+
+    def restart(self, report: StepReport) -> None:
+        """A worker has restarted; `apply` follows with what it has."""
+        self._num_slots[report.worker_id] = 0, 0
+        reported = report.num_host_chunks, report.num_host_states
+        if self._moves is not None and not self._moves.accepts(report):
+            reported = 0, 0
+        self._index.shrink(reported[Pool.CHUNKS])
+        self._index.shrink_states(reported[Pool.STATES])
+
+    def _grow(self) -> None:
+        """Raises the slots of the index to what every worker has and the division allows."""
+        sizes = [min(counts) for counts in zip(self._max_slots, *self._num_slots.values(), strict=True)]
+        if self._moves is not None:
+            sizes = [min(sizes) for sizes in zip(sizes, self._moves.num_slots, strict=True)]
+        if sizes[Pool.CHUNKS] > self._index.num_slots:
+            self._index.grow(sizes[Pool.CHUNKS])
+            self._save_policy.resize(self._index.num_slots)
+        self._index.grow_states(sizes[Pool.STATES])
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the index uses slots only that every worker has. For tests."""
+        if self._moves is not None:
+            self._moves.check_invariants()
+
+
+@final
+class SegmentMoves:
+    """Moves segments between the pools.
+
+    Args:
+      context: the scheduler's shared state.
+      segments: those of the settings.
+      balance: decides when.
+      num_workers: how many report each step.
+      num_slots: by worker, the slots that it has reported since the last change of the division, or still has of those
+        before.
+      on_change: called when more slots may be used.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        segments: HostSegments,
+        *,
+        balance: PoolBalance,
+        num_workers: int,
+        num_slots: dict[int, _Sizes],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._index = context.index
+        self._counts = context.counts
+        self._balance = balance
+        self._segments = segments
+        self._segment_slots = segments.segment_chunks, segments.segment_states
+        self._known = num_slots
+        self._on_change = on_change
+        self._patience_s = _MAX_TIMEOUTS * context.config.job_timeout_s
+        self._capacity = dict.fromkeys(range(num_workers), segments.num_segments)
+        self._limits: _Sizes = segments.divide(segments.num_segments, context.config.state_share)  # in plans
+        self._goal = self._limits  # differs from the limits while slots are vacated
+        self._id = 0
+        self._gives_up_at_s: float | None = None
+
+    @property
+    def num_slots(self) -> _Sizes:
+        """Most slots that the index may use."""
+        return self._slots_of(min(self._limits[0], self._goal[0]), min(self._limits[1], self._goal[1]))
+
+    def accepts(self, report: StepReport) -> bool:
+        """Notes how many segments a worker can have; whether its slots are those of the present division."""
+        if report.num_host_segments:
+            self._capacity[report.worker_id] = report.num_host_segments
+        return report.division_id == self._id
+
+    def within_limits(self, num_slots: _Sizes) -> _Sizes:
+        """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
+        chunks, states = self._slots_of(*self._limits)
+        return min(num_slots[0], chunks), min(num_slots[1], states)
+
+    def plan(self, now_s: float) -> HostDivision | None:
+        """Continues or begins a move; returns the division for the coming plan, None for the first one."""
+        if self._goal != self._limits:
+            self._vacate(now_s)
+        elif sum(self._limits) != (capacity := min(self._capacity.values())) and capacity > 1:
+            share = self._limits[Pool.STATES] / sum(self._limits)
+            self._begin(self._segments.divide(capacity, share), gives_up_at_s=None)
+        elif self._is_settled():
+            self._move(now_s)
+        if not self._id:
+            return None
+        chunks, states = self._limits
+        return HostDivision(division_id=self._id, chunk_segments=chunks, state_segments=states)
+
+    def _is_settled(self) -> bool:
+        """Whether every worker has all segments of the present division."""
+        chunks, states = self._slots_of(*self._limits)
+        return all(known[0] >= chunks and known[1] >= states for known in self._known.values())
+
+    def _move(self, now_s: float) -> None:
+        """Begins a move if the rule wants one."""
+        index = self._index
+        num_free = index.num_free_slots, index.num_free_state_slots
+        taker = self._balance.choose(now=index.num_requests, num_segments=self._limits, num_free=num_free)
+        if taker is None:
+            return
+        size = self._segments.move_size if taker is Pool.CHUNKS else -self._segments.move_size
+        self._begin((self._limits[0] + size, self._limits[1] - size), gives_up_at_s=now_s + self._patience_s)
+
+    def _begin(self, goal: _Sizes, *, gives_up_at_s: float | None) -> None:
+        self._goal, self._gives_up_at_s = goal, gives_up_at_s
+        chunks, states = self.num_slots
+        self._index.shrink(chunks)
+        self._index.shrink_states(states)
+
+    def _vacate(self, now_s: float) -> None:
+        """Vacates the slots of the segments that move; at last changes the division."""
+        goal = self._slots_of(*self._goal)
+        is_vacated = [
+            self._goal[Pool.CHUNKS] >= self._limits[Pool.CHUNKS] or self._index.vacate(goal[Pool.CHUNKS]),
+            self._goal[Pool.STATES] >= self._limits[Pool.STATES] or self._index.vacate_states(goal[Pool.STATES]),
+        ]
+        if all(is_vacated):
+            self._change()
+        elif self._gives_up_at_s is not None and now_s >= self._gives_up_at_s:
+            _logger.info("the host tier stays as it is: some of the memory that was to move is in use all the time")
+            self._goal = self._limits
+            self._on_change()
+            self._balance.restart(self._index.num_requests)
+
+    def _change(self) -> None:
+        moved = sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
+        self._limits = self._goal
+        self._id += 1
+        self._balance.restart(self._index.num_requests)
+        self._counts.num_moved_segments += moved
+        chunks, states = self._slots_of(*self._limits)
+        for worker_id, known in self._known.items():
+            self._known[worker_id] = self.within_limits(known)
+        _logger.info(
+            "%d segments of the host tier moved; it has memory for %d chunks and %d states now (%d and %d segments of "
+            "%.3g GB)",
+            moved, chunks, states, *self._limits, self._segments.segment_nbytes / _GB,
+        )  # fmt: skip
+
+    def _slots_of(self, chunk_segments: int, state_segments: int) -> _Sizes:
+        return chunk_segments * self._segment_slots[0], state_segments * self._segment_slots[1]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the index uses slots only that every worker has. For tests."""
+        chunks, states = self.num_slots
+        index = self._index
+        assert index.num_slots <= min(chunks, *(known[0] for known in self._known.values()))
+        assert index.num_state_slots <= min(states, *(known[1] for known in self._known.values()))
+        assert min(*self._limits, *self._goal) > 0, "a pool without a segment"
+        assert sum(self._limits) <= self._segments.num_segments
+        assert sum(self._goal) <= self._segments.num_segments
