@@ -51,8 +51,10 @@ class HostPools:
         self._num_slots: dict[int, _Sizes] = dict.fromkeys(range(num_workers), (0, 0))
         segments = config.host_segments(layout) if context.has_states else None
         self._moves: SegmentMoves | None = None
-        # Data-parallel ranks share one worker, and each of their schedulers would divide its memory.
-        if segments is not None and context.balance is not None and layout.num_ranks == 1:
+        # Data-parallel ranks share one worker, and each of their schedulers would divide its memory; pipeline stages
+        # have segments of other sizes.
+        moves = layout.num_ranks == 1 and not layout.stages
+        if segments is not None and context.balance is not None and moves:
             self._moves = SegmentMoves(
                 context,
                 segments,
