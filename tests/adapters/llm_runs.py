@@ -77,6 +77,16 @@ _QWEN3_5 = {
     "max_position_embeddings": 2048, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
 }  # fmt: skip
+_DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "first_k_dense_replace": 2, "moe_layer_freq": 1, "n_routed_experts": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 128, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "vocab_size": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     "qwen3, 4 heads": QWEN3 | {"num_attention_heads": 4},
@@ -85,6 +95,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3, half the window": _GEMMA3 | {"sliding_window": 32},
     # Gated delta nets and full attention: three KV cache groups of states and one of blocks.
     "qwen3.5": _QWEN3_5,
+    # Latent attention, with dense layers only.
+    "deepseek": _DEEPSEEK,
     # Two page shapes in one KV cache group.
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4", "text_config": _GEMMA4_TEXT,
