@@ -185,8 +185,10 @@ def set_random_weights(runner: Any) -> None:
         name, neutral = jax.tree_util.keystr(path), 1.0
         if is_torch and leaf.ndim == 1:
             neutral = float(leaf[0])  # 0 for a norm that adds 1
-        scale = embedding if "embed" in name else 0.5 if "conv1d" in name else 1 / 16
-        is_weight = not is_torch or name.endswith((".weight']", ".A_log']"))
+        # tpu-inference splits the projection of latents into W_UK_T and W_UV, which have scales of 1.
+        is_large = "conv1d" in name or name.endswith((".W_UK_T']", ".W_UV']"))
+        scale = embedding if "embed" in name else 0.5 if is_large else 1 / 16
+        is_weight = not is_torch or name.endswith((".weight']", ".A_log']")) or is_large
         weight = _weight(index, name, leaf.shape, leaf.dtype, scale, neutral) if is_weight else leaf
         weights.append(jax.device_put(weight, leaf.sharding))
     runner.state = jax.tree_util.tree_unflatten(tree, weights)

@@ -1,4 +1,4 @@
-"""The jnp stand-in for the kernel of gated delta nets, compared with a slow reference."""
+"""The jnp stand-ins for the kernels of gated delta nets and of latent attention, compared with slow references."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.vllm_cpu.cpu_shim import fused_conv1d_gdn
+from scripts.vllm_cpu.cpu_shim import fused_conv1d_gdn, mla_ragged_paged_attention
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 16, 4
 WIDTH = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -141,3 +141,119 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch():
     np.testing.assert_array_equal(got[0], out)
     np.testing.assert_array_equal(got[1][parts.writes[1]], conv[whole.writes[0]])
     np.testing.assert_array_equal(got[2][parts.writes[1]], states[whole.writes[0]])
+
+
+class LatentBatch:
+    """Sequences of these (computed tokens, new tokens), with padding behind them, and a cache full of NaN elsewhere."""
+
+    HEADS, LATENT, ROTARY, SCALE = 3, 24, 8, 0.3
+
+    def __init__(self, lengths, *, turned=False, packing=4, seed=0, num_tokens=160):
+        random = np.random.default_rng(seed)
+        self.lengths, self.turned, self.packing = lengths, turned, packing
+        self.page_size = 128 if turned else 8
+        self.latent_queries = random.normal(size=(self.HEADS, num_tokens, self.LATENT))
+        self.rotary_queries = random.normal(size=(num_tokens, self.HEADS, self.ROTARY))
+        self.latents = random.normal(size=(num_tokens, self.LATENT))
+        self.keys = random.normal(size=(num_tokens, self.ROTARY))
+        self.past = [(random.normal(size=(n, self.LATENT)), random.normal(size=(n, self.ROTARY))) for n, _ in lengths]
+        self.pages_per_seq = -(-max(map(sum, lengths)) // self.page_size) + 1
+        self.pages = random.permutation(np.arange(1, 1 + (len(lengths) + 2) * self.pages_per_seq))
+        self.pages = self.pages[: len(lengths) * self.pages_per_seq].reshape(len(lengths), -1)
+        self.num_pages = 1 + (len(lengths) + 2) * self.pages_per_seq
+
+    def rows(self, count):
+        """Of each sequence the latents and keys of its first tokens, as many as `count` says of its lengths."""
+        starts = np.cumsum([0, *(new for _, new in self.lengths)])
+        for (computed, new), (latents, keys), start in zip(self.lengths, self.past, starts, strict=False):
+            at = slice(start, start + count(computed, new) - computed)
+            yield np.concatenate([latents, self.latents[at]]), np.concatenate([keys, self.keys[at]])
+
+    def cache(self, count):
+        """tpu-inference's cache of these tokens; the positions behind them are 0 in a sequence's pages."""
+        flat = np.full((self.num_pages, self.page_size, 128 + (self.ROTARY if self.turned else 128)), np.nan)
+        flat[self.pages] = 0
+        for pages, (latents, keys) in zip(self.pages, self.rows(count), strict=True):
+            for position, (latent, key) in enumerate(zip(latents, keys, strict=True)):
+                row = flat[pages[position // self.page_size], position % self.page_size]
+                row[:] = 0
+                row[: self.LATENT], row[128 : 128 + self.ROTARY] = latent, key
+        if self.turned:
+            return flat.swapaxes(1, 2)
+        return flat.reshape(self.num_pages, -1, self.packing, 256)
+
+    def run(self, dtype=jnp.float32):
+        num_requests = len(self.lengths) + 2
+        new = [count for _, count in self.lengths]
+        pages = np.zeros((num_requests, self.pages_per_seq), np.int32)
+        pages[: len(self.lengths)] = self.pages
+        out, cache = jax.jit(
+            mla_ragged_paged_attention, static_argnames=("sm_scale", "transpose_kv_cache", "num_kv_pages_per_block")
+        )(
+            *(jnp.array(x, dtype) for x in (self.latent_queries, self.rotary_queries, self.latents, self.keys)),
+            jnp.array(self.cache(lambda computed, new: computed), dtype),
+            jnp.array([*map(sum, self.lengths), 0, 0], jnp.int32),
+            jnp.array(pages.reshape(-1)),
+            jnp.array(np.cumsum([0, *new, 0, 0]), jnp.int32),
+            jnp.array([0, 0, len(new)], jnp.int32),
+            sm_scale=self.SCALE, transpose_kv_cache=self.turned, num_kv_pages_per_block=1,
+        )  # fmt: skip
+        assert (out.dtype, out.shape, cache.dtype) == (dtype, self.latent_queries.shape, dtype)
+        return np.asarray(out, np.float64), np.asarray(cache, np.float64)
+
+    def expected(self):
+        """Softmax over all tokens until a query's own, in float64, token by token and head by head."""
+        out, token = np.zeros(self.latent_queries.shape), 0
+        for (computed, new), (latents, keys) in zip(self.lengths, self.rows(lambda c, n: c + n), strict=True):
+            for position in range(computed, computed + new):
+                past = slice(0, position + 1)
+                for head in range(self.HEADS):
+                    scores = latents[past] @ self.latent_queries[head, token]
+                    scores = self.SCALE * (scores + keys[past] @ self.rotary_queries[token, head])
+                    weights = np.exp(scores - scores.max())
+                    out[head, token] = weights / weights.sum() @ latents[past]
+                token += 1
+        return out, self.cache(lambda computed, new: computed + new)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["packed", "turned"])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(0, 7)], [(9, 1)], [(0, 8), (8, 1)], [(5, 1), (3, 1), (16, 9), (0, 20)], [(130, 1), (0, 70), (32, 60)]],
+    ids=["prompt", "decode", "ends of pages", "all kinds", "several tiles"],
+)
+def test_latent_attention_is_equal_to_the_reference(lengths, turned):
+    batch = LatentBatch(lengths, turned=turned)
+    for got, expected in zip(batch.run(), batch.expected(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_latent_attention_is_equal_to_the_reference_of_tpu_inference():
+    from tpu_inference.kernels.mla.v1.kernel import ref_mla_ragged_paged_attention
+
+    batch = LatentBatch([(4, 1), (9, 7), (0, 12)], packing=1, num_tokens=20)
+    out, cache = batch.run()
+    inputs = (batch.latent_queries.swapaxes(0, 1), batch.rotary_queries, batch.latents, batch.keys)
+    expected, expected_cache = ref_mla_ragged_paged_attention(
+        *(jnp.array(x, jnp.float32) for x in inputs),
+        jnp.array(batch.cache(lambda computed, new: computed), jnp.float32),
+        jnp.array([5, 16, 12]), jnp.array(batch.pages.reshape(-1), jnp.int32), jnp.array([0, 1, 8, 20]),
+        jnp.array([0, 0, 3]), sm_scale=batch.SCALE,
+    )  # fmt: skip
+    np.testing.assert_allclose(out.swapaxes(0, 1), expected[..., : batch.LATENT], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(cache, expected_cache)
+
+
+def test_latent_attention_of_a_token_does_not_depend_on_the_rest_of_the_batch():
+    """Bit for bit, with inputs in bfloat16: a prompt in two steps, the second beside another sequence."""
+    whole, part = LatentBatch([(0, 90)]), LatentBatch([(0, 50), (30, 60)], seed=1)
+    out, cache = whole.run(jnp.bfloat16)
+    part.past[1] = whole.latents[:30], whole.keys[:30]
+    for name in ("latent_queries", "rotary_queries", "latents", "keys"):
+        own, other = getattr(part, name), getattr(whole, name)
+        if name == "latent_queries":
+            own, other = own.swapaxes(0, 1), other.swapaxes(0, 1)
+        own[50:110] = other[30:90]
+    got, got_cache = part.run(jnp.bfloat16)
+    np.testing.assert_array_equal(got[:, 50:110], out[:, 30:90])
+    np.testing.assert_array_equal(got_cache[part.pages[1, :11]], cache[whole.pages[0, :11]])

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -246,6 +247,21 @@ def test_blocks_of_another_size_are_refused():
     groups = [KVCacheGroupSpec(group.layer_names, spec)]
     with pytest.raises(ConfigError, match="set --block-size to 16"):
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_blocks_of_latent_attention_have_whole_packs(monkeypatch):
+    """With others, tpu-inference writes the tokens of several blocks into one."""
+    caches = grouped(MLAAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=256, dtype=torch.bfloat16))
+    monkeypatch.delenv("MLA_KV_PACKING_SIZE", raising=False)
+    monkeypatch.delenv("MLA_TRANSPOSE_KV_CACHE", raising=False)
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="blocks of 8 tokens.*; set --block-size to a multiple of 32"):
+            KVConnectorFactory.create_connector(config(), role, caches)
+    monkeypatch.setenv("MLA_KV_PACKING_SIZE", "4")
+    assert read_config(config(), caches).enabled
+    monkeypatch.setenv("MLA_KV_PACKING_SIZE", "32")
+    monkeypatch.setenv("MLA_TRANSPOSE_KV_CACHE", "1")
+    assert read_config(config(), caches).enabled
 
 
 def test_hashes_of_parts_of_a_block_are_refused():

@@ -7,7 +7,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, is_full_attention_spec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    is_full_attention_spec,
+    iter_layer_specs,
+)
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
 
@@ -146,6 +152,21 @@ def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) ->
                 f"the KV cache has blocks of {spec.block_size} tokens and the scheduler of {block_size}; set "
                 f"--block-size to {spec.block_size}"
             )
+    if any(isinstance(layer, MLAAttentionSpec) for spec in specs for layer in iter_layer_specs(spec)):
+        yield from _problems_of_latent_blocks(block_size)
+
+
+def _problems_of_latent_blocks(block_size: int) -> Iterator[str]:
+    from tpu_inference import envs
+
+    # tpu-inference rounds a page up to whole packs of tokens, and then writes the tokens of more than one block into it.
+    packing = envs.MLA_KV_PACKING_SIZE
+    if block_size % packing and not envs.MLA_TRANSPOSE_KV_CACHE:
+        yield (
+            f"latent attention with blocks of {block_size} tokens: tpu-inference packs {packing} tokens "
+            "(MLA_KV_PACKING_SIZE), so that such a block does not hold the tokens of its hash; set --block-size to a "
+            f"multiple of {packing}"
+        )
 
 
 def _problems_of_states(vllm_config: "VllmConfig") -> Iterator[str]:
