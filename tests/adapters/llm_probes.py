@@ -185,10 +185,9 @@ def set_random_weights(runner: Any) -> None:
         name, neutral = jax.tree_util.keystr(path), 1.0
         if is_torch and leaf.ndim == 1:
             neutral = float(leaf[0])  # 0 for a norm that adds 1
-        # tpu-inference splits the projection of latents into W_UK_T and W_UV, which have scales of 1.
-        is_large = "conv1d" in name or name.endswith((".W_UK_T']", ".W_UV']"))
-        scale = embedding if "embed" in name else 0.5 if is_large else 1 / 16
-        is_weight = not is_torch or name.endswith((".weight']", ".A_log']")) or is_large
+        is_latent = ".W_UK_T" in name or ".W_UV" in name
+        scale = embedding if "embed" in name else 0.5 if "conv1d" in name or is_latent else 1 / 16
+        is_weight = not is_torch or is_latent or name.endswith((".weight']", ".A_log']"))
         weight = _weight(index, name, leaf.shape, leaf.dtype, scale, neutral) if is_weight else leaf
         weights.append(jax.device_put(weight, leaf.sharding))
     runner.state = jax.tree_util.tree_unflatten(tree, weights)
@@ -202,6 +201,8 @@ def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any, scale: fl
 
     if name.endswith(".A_log']"):
         return np.full(shape, -4.0, dtype)  # a state that lasts for tens of tokens
+    if name.endswith("_scale']"):  # of the projections of latents; on CPUs tpu-inference computes 0
+        return np.ones(shape, dtype)
     if len(shape) == 1:
         return np.full(shape, neutral + ("q_norm" in name or "k_norm" in name), dtype)
     return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))

@@ -149,3 +149,77 @@ def test_aborted_requests_and_resets_leave_nothing_behind(ranked):
     assert outcome["steps"][-1]["cached"] == [0] * 6
     assert min(stats(outcome, "loaded_blocks")) > 0
     check_end(outcome)
+
+
+LATENT = {"tensor_parallel_size": 2, "max_model_len": 512, "num_gpu_blocks_override": 16}
+# By the layout of tpu-inference's pages, the size of a block: both layers, with latents of 64 padded to 128 elements
+# and rotary keys of 32 padded to 128 in the packed layout only.
+LATENT_PAGES = {
+    "packed": ({"block_size": 128}, {}, 2 * 128 * (128 + 128) * 2),
+    "turned": ({"block_size": 128}, {"MLA_TRANSPOSE_KV_CACHE": "1"}, 2 * 128 * (128 + 32) * 2),
+}
+
+
+@pytest.mark.parametrize(("engine", "env", "block_nbytes"), LATENT_PAGES.values(), ids=LATENT_PAGES)
+def test_latents_come_from_the_host_tier_on_both_ranks(ranked, engine, env, block_nbytes):
+    documents = {"do": "generate", "prompts": [tokens(f"document {i}", 300) for i in range(4)]}
+    others = {"do": "generate", "prompts": [tokens(f"other {i}", 400) for i in range(4)]}
+    steps = [others, documents, others, documents]
+    spec = {"model": "deepseek", "engine": RANKS | LATENT | engine, "env": env}
+    plain = ranked.run(spec | {"steps": steps})
+    assert [step["cached"] for step in plain["steps"]] == [[0] * 4] * 4, "each evicts the other from HBM"
+    steps = [*steps, {"do": "shuffle_host_memory"}, others]
+    outcome = ranked.run(spec | {"connector": ours(), "steps": steps})
+    *got, shuffled = answers(outcome)
+    assert got == answers(plain)
+    assert [step["cached"] for step in outcome["steps"] if step] == [[0] * 4, [0] * 4, [384] * 4, [256] * 4, [384] * 4]
+    assert all(a != b for a, b in zip(shuffled, got[0], strict=True)), "the bytes come from the host tier"
+    assert stats(outcome, "loaded_blocks") == [16, 16]
+    assert [n / block_nbytes for n in stats(outcome, "saved_nbytes")] == stats(outcome, "saved_blocks")
+    check_end(outcome)
+
+
+def test_conversations_of_a_model_with_latents(ranked):
+    steps = conversations(max_tokens=20)
+    engine = RANKS | {"tensor_parallel_size": 2, "block_size": 32, "async_scheduling": True}
+    spec = {"model": "deepseek", "steps": [steps[0], {"do": "reset_hbm"}, steps[1], {"do": "reset_hbm"}, steps[2]]}
+    plain = ranked.run(spec | {"engine": engine | {"num_gpu_blocks_override": 200}})
+    outcome = ranked.run(
+        spec
+        | {
+            "engine": engine | {"num_gpu_blocks_override": 18},
+            "connector": ours(decode_save=True, num_cpu_chunks=12),
+        }
+    )
+    assert answers(outcome) == answers(plain)
+    assert min(stats(outcome, "loaded_blocks")) > 5
+    assert min(stats(outcome, "num_evicted_chunks")) > 0, "the host tier was full"
+    assert sum(rank["num_preemptions"] for rank in outcome["end"]["ranks"]) > 0
+    check_end(outcome)
+
+
+def test_latents_get_as_many_blocks_as_without_a_connector(ranked):
+    """Of as many as tpu-inference finds room for."""
+    step = {"do": "generate", "prompts": [tokens("a", 40)]}
+    engine = RANKS | LATENT | {"block_size": 32, "num_gpu_blocks_override": None, "gpu_memory_utilization": 0.4}
+    spec = {"model": "deepseek", "engine": engine, "hbm_nbytes": 64 << 20, "steps": [step]}
+    ranked.run(spec)  # loads the weights, which later engines share
+    plain, outcome = ranked.run(spec), ranked.run(spec | {"connector": ours()})
+    assert plain["error"] is outcome["error"] is None
+    counts = [[rank["num_blocks"] for rank in run["end"]["ranks"]] for run in (plain, outcome)]
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 100
+
+
+def test_tpu_inference_mixes_blocks_of_latents_that_are_no_whole_packs(ranked):
+    """Without a connector, with the prefix cache alone: why `settings` refuses such blocks."""
+    head = tokens("head", 48)
+    first, second = ({"do": "generate", "prompts": 2 * [head + tokens(tail, 80)]} for tail in "ab")
+    steps = [first, second, first]
+    for block_size, is_wrong in ((16, True), (32, False)):
+        engine = RANKS | LATENT | {"block_size": block_size, "num_gpu_blocks_override": 200}
+        before, _, after = answers(ranked.run({"model": "deepseek", "engine": engine, "steps": steps}))
+        assert (before != after) == is_wrong
+    engine = RANKS | LATENT | {"block_size": 16, "num_gpu_blocks_override": 200}
+    outcome = ranked.run({"model": "deepseek", "engine": engine, "connector": ours(), "steps": []})
+    assert "set --block-size to a multiple of 32" in outcome["error"]

@@ -255,7 +255,7 @@ def test_blocks_of_latent_attention_have_whole_packs(monkeypatch):
     monkeypatch.delenv("MLA_KV_PACKING_SIZE", raising=False)
     monkeypatch.delenv("MLA_TRANSPOSE_KV_CACHE", raising=False)
     for role in KVConnectorRole:
-        with pytest.raises(ConfigError, match="blocks of 8 tokens.*; set --block-size to a multiple of 32"):
+        with pytest.raises(ConfigError, match=r"blocks of 8 tokens.*; set --block-size to a multiple of 32"):
             KVConnectorFactory.create_connector(config(), role, caches)
     monkeypatch.setenv("MLA_KV_PACKING_SIZE", "4")
     assert read_config(config(), caches).enabled

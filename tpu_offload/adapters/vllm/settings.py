@@ -159,7 +159,7 @@ def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) ->
 def _problems_of_latent_blocks(block_size: int) -> Iterator[str]:
     from tpu_inference import envs
 
-    # tpu-inference rounds a page up to whole packs of tokens, and then writes the tokens of more than one block into it.
+    # tpu-inference rounds a page up to whole packs of tokens, and then writes the tokens of several blocks into it.
     packing = envs.MLA_KV_PACKING_SIZE
     if block_size % packing and not envs.MLA_TRANSPOSE_KV_CACHE:
         yield (
