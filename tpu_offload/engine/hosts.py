@@ -10,6 +10,7 @@ A host that dies leaves the others waiting in a collective. So a thread watches 
 kills the others, the engine's connections break, and the call at hand raises `HostError`.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -78,7 +79,8 @@ class Hosts:
         self.workers = HostWorkers(self)
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection[Any, Any]] = []
-        self._dead: tuple[int, str] | None = None
+        self._dead = -1  # the host that has ended first
+        self._errors: dict[int, str] = {}  # that hosts have sent
         self._is_closing = False
         context = multiprocessing.get_context("spawn")
         port, wrap_copiers = _free_port(), wrap_copiers or {}
@@ -163,15 +165,17 @@ class Hosts:
         except (EOFError, OSError) as e:
             raise self._error() from e
         if isinstance(answer, Failed):
+            self._errors[host] = answer.error
             raise self._error()
         return answer
 
     def _error(self) -> HostError:
         """Why the connections are broken: what the first host that ended has said, or how it ended."""
         self._watcher.join()
-        assert self._dead is not None
-        host, how = self._dead
-        return HostError(f"host {host} of {self.num_hosts} {how}: the engine cannot continue without it")
+        host = self._dead
+        return HostError(
+            f"host {host} of {self.num_hosts} {self._last_words(host)}: the engine cannot continue without it"
+        )
 
     def _watch(self) -> None:
         """Waits for the end of any process, and kills the others."""
@@ -185,18 +189,17 @@ class Hosts:
             process.join()
         # Of several, one that was killed is the cause, and the errors of the others its consequence.
         killed = [host for host in first if self._processes[host].exitcode not in (0, Failed.STATUS)]
-        host = (killed or first)[0]
-        self._dead = host, self._last_words(host)
+        self._dead = (killed or first)[0]
 
     def _last_words(self, host: int) -> str:
         status, connection = self._processes[host].exitcode or 0, self._connections[host]
-        try:
-            while status == Failed.STATUS and connection.poll():
+        with contextlib.suppress(EOFError, OSError):
+            while status == Failed.STATUS and host not in self._errors and connection.poll():
                 answer = connection.recv()
                 if isinstance(answer, Failed):
-                    return f"has failed ({answer.error})"
-        except (EOFError, OSError):
-            pass
+                    self._errors[host] = answer.error
+        if host in self._errors:
+            return f"has failed ({self._errors[host]})"
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return f"has died ({how})"
 
