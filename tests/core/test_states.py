@@ -221,6 +221,21 @@ def test_a_load_that_waits_for_the_staging_buffer_takes_no_room_for_its_state() 
     assert [(job.num_blocks, job.num_staging_blocks) for job in loads] == [(6, 5)] * 3
 
 
+def test_a_load_has_the_timeout_for_its_state_too() -> None:
+    engine = state_engine(job_timeout_s=10.0)
+    engine.serve("a", tokens(42))
+    assert engine.add("b", tokens(42)) is not None
+    plan, _ = engine.step()
+    (load,) = plan.of(JobKind.LOAD)
+    assert [len(part.block_ids) for part in load.parts] == [10, 1]
+    engine.clock.now_s += 19
+    engine.step()
+    assert engine.scheduler.stats().num_timed_out_jobs == 0
+    engine.clock.now_s += 1
+    engine.step()
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+
+
 @pytest.mark.parametrize("how", ["fails", "is lost", "times out"])
 def test_a_state_without_its_bytes_is_not_found(how) -> None:
     engine = state_engine(job_timeout_s=10.0)

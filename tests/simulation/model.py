@@ -294,9 +294,8 @@ class Model:
             num_staged = job.num_staging_blocks
             if not (0 < num_staged <= self.places.num_staged(job) if self.stages[Direction.LOAD] else num_staged == 0):
                 raise Violation(f"load {job.job_id} of {num_blocks} blocks has {num_staged} staging blocks")
-            num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
-            self.counts["loads in pieces"] += num_pieces > 1
-            deadline_s = now_s + self.timeout_s * num_pieces
+            self.counts["loads in pieces"] += num_blocks > (num_staged or self.max_load_blocks or num_blocks)
+            deadline_s = now_s + self.timeout_s * self._num_pieces(job)
             opened = OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s)
             opened.num_blocks, opened.pieces = num_blocks, tuple(places[num_full:])
             self._open(job.job_id, opened)
@@ -313,10 +312,26 @@ class Model:
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
             self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._all_workers(), deadline_s))
+        self._check_deadlines()
         for swap in plan.of(JobKind.SWAP_OUT):
             for group_id, place in ((part.group_id, place) for part in swap.parts for place in part.host_block_ids):
                 if any(worker.will_write_swap(group_id, place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, which another copy may still write")
+
+    def _num_pieces(self, job: CopyJob) -> int:
+        """The pieces for which a load has time. The row of a state may be one of its own."""
+        num_blocks = self.places.num_staged(job)
+        at_a_time = job.num_staging_blocks or self.max_load_blocks or num_blocks
+        return -(-num_blocks // at_a_time) + job.num_blocks - num_blocks
+
+    def _check_deadlines(self) -> None:
+        """Raises Violation unless jobs time out when they should: all later checks of them depend on it."""
+        for job in self.scheduler._jobs:
+            opened = self.jobs.get(job.job_id)
+            if opened is not None and opened.deadline_s != job.deadline_s:
+                raise Violation(
+                    f"{job.kind.value} {job.job_id} times out at {job.deadline_s:g} s; expected {opened.deadline_s:g} s"
+                )
 
     def _check_division(self, division: HostDivision | None, readers: set[int]) -> None:
         """Raises Violation unless nothing uses the memory that a new division takes from a pool."""

@@ -402,6 +402,9 @@ MUTATIONS = (
         "self._breaker.cancel_probe(...)",
         "pass",
     ),
+    Mutation(
+        "a load in pieces has the time of one", "LoadQueue._send", "self._timeout_s * num_pieces", "self._timeout_s"
+    ),
     Mutation("a load loses the probe of its promise", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
         "blocks from before a reset are found in the swap pool",
@@ -697,6 +700,12 @@ MUTATIONS = (
         "LoadQueue.start",
         "_1.num_blocks_without(...)",
         "_1.num_blocks",
+    ),
+    Mutation(
+        "a load has no time for its state",
+        "LoadQueue._send",
+        "_1 + load.num_blocks - num_blocks",
+        "_1",
     ),
     # Moves of memory between chunks and states.
     Mutation(

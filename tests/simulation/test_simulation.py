@@ -11,7 +11,8 @@ import pytest
 
 from tests.simulation import cli, shrink, trace
 from tests.simulation.groups import make_groups
-from tests.simulation.memory import Junk, Prefixes, kv
+from tests.simulation.memory import Junk, Prefixes, Violation, kv
+from tests.simulation.model import Model
 from tests.simulation.places import Places
 from tests.simulation.trace import Setup, generate
 from tests.simulation.world import World, run
@@ -203,6 +204,28 @@ def test_a_request_that_a_reset_finds_after_a_swap_is_not_saved():
     setup = Setup(block_size=4, blocks_per_chunk=3, max_batch=3, num_swap_blocks=16, num_blocks=24)
     step = ("step", 0, 0)
     run(setup, [step, ("arrive", 0, 69), step, ("preempt", 0, 1), step, step, ("reset", 1, 0), step])
+
+
+def a_load_of_a_state():
+    """A request, and a second one that loads what it left: three blocks and a row."""
+    setup = Setup(num_rows=4, num_slots=48, segment_slots=2, hbm_cache=False, ahead=2)
+    step = ("step", 0, 0)
+    return setup, [("arrive", 0, 7), *[step] * 8, ("arrive", 0, 7), step]
+
+
+def test_a_load_of_a_state_may_take_longer_than_one_timeout():
+    """Its row may be a piece of its own, so it has the time of two pieces."""
+    setup, actions = a_load_of_a_state()
+    lines: list[str] = []
+    world = run(setup, [*actions, ("tick", 2, 0), ("step", 0, 0)], log=lines.append)
+    assert lines[lines.index("11 s pass") + 1 :][:3] == ["faults stop", "worker 0 reported 5 finished", "r2 finishes"]
+    assert world.totals()["num_timed_out_jobs"] == 0
+
+
+def test_a_load_that_times_out_at_another_time_is_found(monkeypatch):
+    monkeypatch.setattr(Model, "_num_pieces", lambda self, job: 3)
+    with pytest.raises(Violation, match=r"^load 5 times out at 120.9 s; expected 130.9 s$"):
+        run(*a_load_of_a_state())
 
 
 def test_an_unknown_action_is_an_error():
