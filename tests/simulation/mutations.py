@@ -213,9 +213,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a slot is used when the first worker has it",
-        "ReportHandler._apply_valid",
-        "min(_1, *self._num_host_chunks.values())",
-        "min(_1, max(self._num_host_chunks.values()))",
+        "HostPools._grow",
+        "zip(_1, *self._num_slots.values(), strict=True)",
+        "zip(_1, [max(nums) for nums in zip(*self._num_slots.values())], strict=True)",
     ),
     Mutation(
         "lost slots are ignored", "ReportHandler._mark_slots_lost", "self._transfers.mark_slots_lost(...)", "pass"

@@ -260,6 +260,7 @@ class World:
         if self.balance is None or moves is None:
             while min(model.num_ready.values()) < self.setup.num_slots:
                 self.step(0)
+            self._check_num_slots(self.setup.num_slots, 0)
             return
         self.balance.is_even = True
         first_step, least = self.num_steps, min(worker.segments.capacity for worker in self.workers)
@@ -272,9 +273,16 @@ class World:
             if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
                 raise Violation(f"the pools have {moves._limits} segments; expected half of {least} each")
             self.step(0)
+        self._check_num_slots(*moves._slots_of(*moves._limits))
+
+    def _check_num_slots(self, num_chunks: int, num_states: int) -> None:
+        """Raises Violation unless the scheduler uses all of the host tier that the workers have."""
         stats = self.scheduler.stats()
-        if (stats.num_host_chunks, stats.num_host_states) != moves._slots_of(*moves._limits):
-            raise Violation(f"of {moves._limits} segments only {stats.num_host_chunks} + {stats.num_host_states} slots")
+        if (stats.num_host_chunks, stats.num_host_states) != (num_chunks, num_states):
+            raise Violation(
+                f"{stats.num_host_chunks} chunks and {stats.num_host_states} states have slots; the workers have "
+                f"{num_chunks} and {num_states}"
+            )
 
     def _is_quiet(self) -> bool:
         if self.scheduler.has_jobs or any(w.flights for w in self.workers):
