@@ -17,7 +17,9 @@ DRIVE = {"do": "drive", "prompts": PROMPTS, "abort": {}}
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory, kept_vllm):
-    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings, module="stage_runs")
+    # vLLM may have set another method in this process, and processes that are not forked have no stand-ins.
+    settings = kept_vllm.settings | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    child = Process(tmp_path_factory.mktemp("vllm-home"), settings, module="stage_runs")
     yield child
     if not child.has_hung:
         kept_vllm.publish()

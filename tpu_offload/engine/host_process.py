@@ -1,5 +1,6 @@
 """The process of one host: makes the calls that the engine sends, in the order in which they arrive."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -71,7 +72,8 @@ def run_host(
         _serve(_Host(host, available_nbytes, wrap_copier), engine)
     except Exception as e:
         status = Failed.STATUS
-        engine.send(Failed(f"{type(e).__name__}: {' '.join(str(e).split())}"))
+        with contextlib.suppress(OSError):  # the engine has ended
+            engine.send(Failed(f"{type(e).__name__}: {' '.join(str(e).split())}"))
     os._exit(status)  # not an orderly shutdown: it would wait for the other hosts
 
 

@@ -36,6 +36,11 @@ class HostPool:
         """Whether memory is being allocated."""
         return any(group.memory.arena.growing for group in self.copies)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its allocation was ended before all allowed segments were there, though memory has not run out."""
+        return self.limit.num_segments < self.num_allowed and not self.limit.has_failed
+
     def grow(self, num_segments: int) -> None:
         """Allocates segments in the background until there are so many. Not while it is `growing`."""
         self.num_allowed = self.limit.num_segments = num_segments
@@ -105,6 +110,8 @@ class PoolDivision:
         for pool, num_wanted in zip(self._pools, wanted, strict=True):
             if pool.num_allowed > num_wanted:
                 pool.try_lower(num_wanted)
+            elif pool.is_cut and not pool.growing:  # by a division that has been taken back
+                pool.grow(pool.num_allowed)
             elif pool.note_failure():
                 self._num_segments = sum(pool.num_allowed for pool in self._pools)
         room = self._num_segments - sum(pool.num_allowed for pool in self._pools)

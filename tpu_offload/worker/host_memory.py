@@ -107,7 +107,7 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
 def plan_swap_pool(
     config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Sizes the swap pool; arguments as for `plan_host_pool`.
+    """Sizes the swap pool; arguments as for `plan_host_pools`.
 
     Returns:
       Per layer group, the number of blocks; and the number of segments, and the blocks in each.

@@ -228,7 +228,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self.worker_side.take_finished_recving()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See the base class. Names failed loads of models with several KV cache groups; others by their blocks."""
+        """See the base class. Names failed loads of several KV cache groups, or ranks; others by their blocks."""
         finished_recving = self.worker_side.take_finished_recving()
         return KVConnectorTransferResults(
             finished_recving=finished_recving, failed_recving=self.worker_side.take_failed_recving()

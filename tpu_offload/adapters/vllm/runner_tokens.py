@@ -39,12 +39,12 @@ class TaintedBlocks:
 
     Attributes:
       request_id: the request.
-      rank: its data-parallel rank; 0 without ranks.
+      rank: its data-parallel rank; None if it is not known, as without ranks.
       block_ids: its blocks from the first that may be wrong on. Rows of states are negative ids.
     """
 
     request_id: str
-    rank: int
+    rank: int | None
     block_ids: tuple[int, ...]
 
 
@@ -129,7 +129,7 @@ class RunnerTokens:
         self._tainted.add(request_id)
         tables = with_distinct_ids(state.block_ids if state is not None else (), self._state_groups)
         blocks = blocks_from(tables, first // self._block_size)
-        rank = self._ranks.get(request_id, 0)
+        rank = self._ranks.get(request_id)
         self._newly_tainted.append(TaintedBlocks(request_id, rank, tuple(sorted(blocks))))
         self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 

@@ -46,6 +46,7 @@ from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
+    count_ranks,
     count_workers,
     num_stages,
     read_config,
@@ -113,6 +114,11 @@ class WorkerSide:
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = _describe_caches(runner)
+        if layout.num_ranks != count_ranks(vllm_config):
+            raise ConfigError(
+                f"tpu_offload: the engine has {count_ranks(vllm_config)} data-parallel ranks, and its KV caches are "
+                f"split over {layout.num_ranks}: set NEW_MODEL_DESIGN=1"
+            )
         # With pipeline parallelism each stage is the only process of its JAX cluster.
         is_stage = num_stages(vllm_config) > 1
         self._worker_id = runner.rank if is_stage else _process_index()
@@ -267,7 +273,7 @@ class WorkerSide:
                 scheduler_id: ReportMessage(
                     own,
                     layouts,
-                    tuple((t.request_id, t.block_ids) for t in tainted if t.rank == rank),
+                    tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
                     needs_reset,
                     computed,
                 )

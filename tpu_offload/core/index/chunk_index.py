@@ -27,7 +27,7 @@ from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance
 from tpu_offload.core.index.prefix_tree import PrefixTree
-from tpu_offload.core.index.slots import TierSlots, overlaps
+from tpu_offload.core.index.slots import SlotAllocator, TierSlots, overlaps
 from tpu_offload.core.index.states import ChunkState, ChunkStates
 from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
@@ -182,13 +182,13 @@ class ChunkIndex:
         held = self._slots.held_from(num_slots)
         if held:
             self._vacating.evict_chunks(held)
-        return not self._slots.held_from(num_slots)
+        return _forget_if_vacated(self._slots, num_slots)
 
     def vacate_states(self, num_slots: int) -> bool:
         """Likewise as `vacate`, the slots of states."""
         held = self._state_slots.held_from(num_slots)
         self._checkpoints.evict_from(held)
-        return not self._state_slots.held_from(num_slots)
+        return _forget_if_vacated(self._state_slots, num_slots)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not resident."""
@@ -597,3 +597,11 @@ class ChunkIndex:
             found = [(column[slot], slot) for slot in reversed(slots)]
             keys += [key for key, slot in found if key is not None and slot_of.get(key) == slot]
         return self.invalidate(keys)
+
+
+def _forget_if_vacated(slots: SlotAllocator, num_slots: int) -> bool:
+    """Whether nothing holds the slots from the `num_slots`-th on; then later calls do not look at them any more."""
+    if slots.held_from(num_slots):
+        return False
+    slots.forget_from(num_slots)
+    return True

@@ -79,7 +79,7 @@ class SlotAllocator:
     Attributes:
       free: slots that hold nothing and may be handed out.
       num_usable: slots that every worker has allocated.
-      num_known: slots that ever existed.
+      num_known: slots that exist: those that ever did, less those that were vacated.
     """
 
     def __init__(self, *, first: int = 0) -> None:
@@ -123,6 +123,11 @@ class SlotAllocator:
         slots = range(self._first + num_slots, self._first + self.num_known)
         num_empty = sum(max(0, unusable.stop - max(unusable.start, slots.start)) for unusable in self._unusable)
         return slots if num_empty < len(slots) else range(0)
+
+    def forget_from(self, num_slots: int) -> None:
+        """The slots from the `num_slots`-th on exist no more; nothing holds them. `grow` makes them anew."""
+        self.num_known, end = num_slots, self._first + num_slots
+        self._unusable = [range(u.start, min(u.stop, end)) for u in self._unusable if u.start < end]
 
     def quarantine(self, slots: Iterable[int]) -> None:
         """A late copy may still write into these slots: they are not free before `end_quarantine`."""
