@@ -4,8 +4,9 @@ from typing import Any
 
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine
-from tpu_offload import BlockHash, HostDivision
-from tpu_offload.core.index import Pool
+from tpu_offload import BlockHash, ChunkKey, HostDivision, Use
+from tpu_offload.core.index import ChunkIndex, Pool
+from tpu_offload.core.policies import LRUPolicy
 
 CHUNKS, STATES = 4, 5  # in a segment
 
@@ -165,3 +166,18 @@ def test_a_reset_in_the_middle_of_a_move() -> None:
     tier.carry_out()
     assert tier.slots == (28, 45)
     assert tier.engine.scheduler.stats().num_resident_chunks == 0
+
+
+def test_slots_that_were_vacated_are_not_looked_at_again() -> None:
+    index = ChunkIndex(LRUPolicy())
+    index.grow(100_000)
+    index.shrink(1000)
+    assert index.vacate(1000), "there was nothing in them"
+    keys = [ChunkKey(b"%d" % i) for i in range(1000)]
+    index.complete(keys, index.allocate(Use(0), keys, range(1000)), success=True)
+    index.shrink(900)
+    assert index.vacate(900), "one call looks at 1024"
+    assert (index.num_slots, len(index)) == (900, 900)
+    index.grow(100_000)
+    index.check_invariants()
+    assert index.num_free_slots == 99_100

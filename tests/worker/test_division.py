@@ -1,5 +1,6 @@
 """Segments of host memory that move between the pools of a real worker."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from tests.core.fakes import tokens
 from tests.worker.test_windows import PAGE_SHAPE, real_engine
 from tpu_offload import HostDivision, OffloadWorker, StepPlan
 from tpu_offload.kernels.reference import as_bytes
-from tpu_offload.memory import host_arena
+from tpu_offload.memory import SegmentLimit, host_arena
+from tpu_offload.worker.division import HostPool, PoolDivision
 
 
 def engine_and_worker() -> tuple[Any, OffloadWorker]:
@@ -120,3 +122,43 @@ def test_a_segment_in_use_is_freed_later() -> None:
     assert group.memory.arena.num_segments_ready == 15
     group.flights.clear()
     assert settle(worker, 30 * 2048) == (20, 100)
+
+
+def test_allocation_that_a_division_cut_goes_on_after_the_next_one() -> None:
+    class Arena:
+        """Allocates a segment in each `step`."""
+
+        def __init__(self, num_ready: int, limit: SegmentLimit) -> None:
+            self.num_segments_ready, self.limit, self.target = num_ready, limit, 8
+
+        @property
+        def growing(self) -> bool:
+            return self.num_segments_ready < min(self.target, self.limit.num_segments)
+
+        def grow(self, num_segments: int) -> None:
+            self.target = num_segments
+
+        def can_free(self, first: int) -> bool:
+            return not self.growing
+
+        def step(self) -> None:
+            self.target = self.target if self.growing else self.num_segments_ready
+            self.num_segments_ready += self.growing
+
+    def pool(num_ready: int) -> tuple[HostPool, Arena]:
+        limit = SegmentLimit()
+        arena = Arena(num_ready, limit)
+        copies: Any = SimpleNamespace(memory=SimpleNamespace(arena=arena, free_from=lambda first: None), flights=[])
+        return HostPool([copies], limit, 8), arena
+
+    (chunks, chunk_arena), (states, state_arena) = pool(2), pool(8)
+    division = PoolDivision(chunks, states, num_segments=16)
+    for number, num_segments in ((1, 6), (2, 8)):
+        division.begin(HostDivision(division_id=number, chunk_segments=num_segments, state_segments=8))
+        division.advance()
+        chunk_arena.step()
+    for _ in range(20):
+        division.advance()
+        chunk_arena.step()
+        state_arena.step()
+    assert (chunk_arena.num_segments_ready, chunks.num_allowed) == (8, 8)

@@ -126,8 +126,9 @@ class SlotAllocator:
 
     def forget_from(self, num_slots: int) -> None:
         """The slots from the `num_slots`-th on exist no more; nothing holds them. `grow` makes them anew."""
-        self.num_known, end = num_slots, self._first + num_slots
-        self._unusable = [range(u.start, min(u.stop, end)) for u in self._unusable if u.start < end]
+        if num_slots < self.num_known:
+            self.num_known, end = num_slots, self._first + num_slots
+            self._unusable = [range(u.start, min(u.stop, end)) for u in self._unusable if u.start < end]
 
     def quarantine(self, slots: Iterable[int]) -> None:
         """A late copy may still write into these slots: they are not free before `end_quarantine`."""
