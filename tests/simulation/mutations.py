@@ -769,7 +769,6 @@ MUTATIONS = (
         "self._slots_of(...)",
         "self._slots_of(*self._limits)",
     ),
-    Mutation("a pool gives its last segment", "PoolBalance.choose", "_1 > self._move_size", "_1 > 0"),
     Mutation("the last use of a lost chunk is kept", "ChunkIndex._remove", "self._ages.removed(...)", "pass"),
 )
 
