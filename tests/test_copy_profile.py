@@ -153,7 +153,7 @@ def test_fused_is_refused_where_the_engine_does_not_offer_it(path):
 
 def test_fused_is_refused_where_caches_span_hosts():
     """Hosts that share a model must run the same step, and the copies that fit may differ between them."""
-    spec = types.SimpleNamespace(cache_sharding=types.SimpleNamespace(is_fully_addressable=False))
+    spec = types.SimpleNamespace(num_ranks=1, cache_sharding=types.SimpleNamespace(is_fully_addressable=False))
     config = OffloadConfig.create(save_path="fused")
     with pytest.raises(ConfigError, match=r"SAVE_PATH=fused: the KV caches span hosts; set it to direct, staged"):
         choose_paths(config, spec, fused=True)  # type: ignore[arg-type]

@@ -206,7 +206,8 @@ def strange_job(rng: random.Random) -> object:
     return rng.choice([
         rng.choice(JUNK),
         mutated(rng, good),
-        broken(CopyJob, job_id=rng.randrange(10**6), kind=kind, parts=(odd,), request_id="", num_staging_blocks=0),
+        broken(CopyJob, job_id=rng.randrange(10**6), kind=kind, parts=(odd,), request_id="", num_staging_blocks=0,
+               rank=rng.choice([0, rng.choice(JUNK)])),
         broken(CopyJob, job_id=rng.randrange(10**6), kind=kind, request_id="r", num_staging_blocks=0,
                parts=(mutated(rng, part), part)[: rng.randint(1, 2)]),
     ])  # fmt: skip
@@ -224,6 +225,7 @@ def test_fifteen_thousand_plans_that_make_no_sense_leave_worker_and_caches_as_th
             cancelled_job_ids=rng.choice(JUNK),
             cache_epochs=rng.choice([(), rng.choice(JUNK)]),
             next_job_id=rng.choice([0, rng.choice(JUNK)]),
+            division=rng.choice([None, rng.choice(JUNK)]),
             jobs=tuple(strange_job(rng) for _ in range(rng.randint(0, 10))),
         )
         plan = mutated(rng, plan) if rng.random() < 0.1 else plan

@@ -36,10 +36,11 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
 def job_error(job: CopyJob) -> str:
     """What is invalid about a job, in one line; empty if nothing is. The caller checks that its ids are in range."""
     try:
-        if type(job.parts) is not tuple or type(job.request_id) is not str or not _is_count(job.num_staging_blocks):
+        counts = job.num_staging_blocks, job.rank
+        if type(job.parts) is not tuple or type(job.request_id) is not str or not all(map(_is_count, counts)):
             return (
-                "parts, request and staging blocks are "
-                f"{(job.parts, job.request_id, job.num_staging_blocks)!r:.100}; expected a tuple, text and a count"
+                "parts, request, staging blocks and rank are "
+                f"{(job.parts, job.request_id, *counts)!r:.100}; expected a tuple, text and counts"
             )
         for part in job.parts:
             error = _part_error(part)
