@@ -181,3 +181,19 @@ def test_slots_that_were_vacated_are_not_looked_at_again() -> None:
     index.grow(100_000)
     index.check_invariants()
     assert index.num_free_slots == 99_100
+
+
+def test_slots_that_the_policy_evicts_from_while_they_are_vacated_are_not_used_again() -> None:
+    index = ChunkIndex(LRUPolicy())
+    index.grow(8)
+    keys = [ChunkKey(b"%d" % i) for i in range(8)]
+    index.complete(keys, index.allocate(Use(0), keys, range(8)), success=True)
+    index.pin(keys)
+    index.shrink(6)
+    assert not index.vacate(6), "all of them are pinned"
+    index.unpin(keys)
+    slots = index.allocate(Use(1), new := [ChunkKey(b"new%d" % i) for i in range(3)], range(3))
+    index.check_invariants()
+    assert slots == [5], "two of the three that were evicted go to the other pool"
+    index.complete(new[:1], slots, success=True)
+    assert index.vacate(6)

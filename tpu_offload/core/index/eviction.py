@@ -94,7 +94,7 @@ class Evictor(Residents):
                 break
         if evicted:
             tree.remove_tail(evicted, freed[-1])
-            self._slots.free.put_first(freed)
+            self._slots.free_evicted(freed)
             self.num_evicted += len(evicted)
             self._on_evict(evicted, stopped_at)
             if self._changes is not None:
