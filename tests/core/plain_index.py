@@ -98,7 +98,11 @@ class PlainIndex:
         self.free = [slot for slot in self.free if slot < num_slots]
 
     def evict(self, key: ChunkKey) -> None:
-        self.free.insert(0, self.chunks.pop(key).slot)
+        slot = self.chunks.pop(key).slot
+        if slot < self.num_slots:
+            self.free.insert(0, slot)
+        else:
+            self.unusable.append(slot)
         del self.priorities[key]
         self.num_evicted += 1
 
