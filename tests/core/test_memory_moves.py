@@ -181,3 +181,30 @@ def test_slots_that_were_vacated_are_not_looked_at_again() -> None:
     index.grow(100_000)
     index.check_invariants()
     assert index.num_free_slots == 99_100
+
+
+def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> None:
+    """A load holds the lost one. The new one, of the same boundary, is in a slot that stays."""
+    index = ChunkIndex(LRUPolicy(), first_state=100)
+    index.grow(10)
+    index.grow_states(2)
+    keys = [ChunkKey(b"%d" % i) for i in range(2)]
+    index.complete(keys, index.allocate(Use(0), keys, range(2)), success=True)
+    held = []
+    for end in 1, 2:
+        begun = index.begin_checkpoint(keys, end, max_chunks=0)
+        assert begun is not None
+        held.append(begun[0])
+        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+    index.hold_checkpoint(held[1])
+    index.lose_pieces([100, 101])
+    assert index.checkpoint(keys[0]) is index.checkpoint(keys[1]) is None
+    begun = index.begin_checkpoint(keys, 2, max_chunks=0)
+    assert begun is not None
+    index.complete_checkpoint([100], success=True)
+    index.shrink_states(1)
+    assert not index.vacate_states(1), "a load reads it"
+    assert index.checkpoint(keys[1]) is begun[0]
+    index.release_checkpoint(held[1])
+    assert index.vacate_states(1)
+    index.check_invariants()
