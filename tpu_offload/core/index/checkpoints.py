@@ -26,6 +26,7 @@ PieceKey = NewType("PieceKey", bytes)
 
 
 _SCANNED_AT_ONCE = 512  # boundaries
+_MAX_PIECES = 16_384  # pieces that one call of `evict_from` looks at; 1 ms
 
 
 class NewPiece(NamedTuple):
@@ -106,6 +107,7 @@ class CheckpointTable:
         self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
         self._held: set[Checkpoint] = set()
+        self._unscanned: list[Checkpoint] = []  # by `evict_from`
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -309,24 +311,35 @@ class CheckpointTable:
         return None
 
     def evict_from(self, slots: range) -> None:
-        """Drops the checkpoints with a piece in these slots, but for those that something holds or saves.
+        """Drops checkpoints with a piece in these slots, but for those that something holds or saves.
 
-        O(slots) for slots of states, O(pieces of all checkpoints) if a window chunk is in one of those of chunks.
+        All of them if these are slots of states, in O(slots). Of slots of chunks some: as many pieces as take 1 ms are
+        looked at, and others in later calls, around and around.
         """
-        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
-        if not names:
-            return
-        if slots.start >= self._slots.first_state:  # a state is named by the chunk at its boundary, and the last piece
-            named = [self._table.get(ChunkKey(name[:-1])) for name in names]
-            found = [checkpoint for checkpoint in named if checkpoint is not None and checkpoint.slots[-1] in slots]
-        else:
-            found = [
-                checkpoint for checkpoint in self._table.values() if any(map(slots.__contains__, checkpoint.slots))
-            ]
-        for checkpoint in found:
+        for checkpoint in self._in_states(slots) if slots.start >= self._slots.first_state else self._in_chunks(slots):
             if not (checkpoint.num_holds or checkpoint.num_pending):
                 self.num_evicted += 1
                 self.drop(checkpoint)
+
+    def _in_states(self, slots: range) -> list[Checkpoint]:
+        """Resident checkpoints whose state, the last piece, is in these slots. It has the name of their key."""
+        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
+        found = [self._table.get(ChunkKey(name[:-1])) for name in names]
+        return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.slots[-1] in slots]
+
+    def _in_chunks(self, slots: range) -> list[Checkpoint]:
+        """Some of the resident checkpoints with a window chunk in these slots."""
+        if not self.num_window_chunks:
+            return []
+        found, num_left = [], _MAX_PIECES
+        if not self._unscanned:
+            self._unscanned = [*self._table.values()]
+        while self._unscanned and num_left > 0:
+            checkpoint = self._unscanned.pop()
+            num_left -= len(checkpoint.slots)
+            if self._is_resident(checkpoint) and any(map(slots.__contains__, checkpoint.slots)):
+                found.append(checkpoint)
+        return found
 
     def lose(self, first: int, end: int) -> None:
         """The bytes in slots `first` to `end - 1` are lost. Their checkpoints are dropped when they are next looked up.
@@ -352,6 +365,7 @@ class CheckpointTable:
                 self._key_of[slot] = key_of[slot]
         self._num_states = sum(slot >= self._slots.first_state for slot in self._key_of)
         self._lost.intersection_update(self._key_of)
+        self._unscanned = []
         return discarded
 
     def check_invariants(self) -> None:
