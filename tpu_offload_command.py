@@ -1,14 +1,14 @@
 """Starts `tpu-offload`. Outside the package, because importing a command takes seconds, and Ctrl-C must work then."""
 
-import functools
+import _thread
 import importlib
 import os
 import signal
 import sys
-import types
 from typing import NoReturn
 
 _PROG = "tpu-offload"
+_SIGNALS = signal.SIGINT, signal.SIGTERM
 _INTERRUPTED = 130
 
 
@@ -17,11 +17,17 @@ def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
 
     Args:
       prog: the command's name, for the message on an interrupt.
-      module: module with the command's `run`, which then handles signals.
+      module: module with the command's `run`, which then handles signals (`tpu_offload.cli.interrupts`).
     """
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    # On a thread: Python runs handlers of signals in the main thread, not while that one blocks in a system call, and
+    # imported modules may catch what a handler raises.
+    received, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    _thread.start_new_thread(_end_on_signal, (received, prog))
+    for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, functools.partial(_end, prog))
+            signal.signal(signum, lambda signum, frame: None)
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as e:
@@ -33,8 +39,9 @@ def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
     raise AssertionError(f"{module}.run() has returned")
 
 
-def _end(prog: str, signum: int, frame: types.FrameType | None) -> NoReturn:
-    # Not an exception: imported modules may catch it.
+def _end_on_signal(received: int, prog: str) -> NoReturn:
+    while os.read(received, 1)[0] not in _SIGNALS:
+        pass  # of a module that has set a handler
     try:
         os.write(2, f"{prog}: interrupted\n".encode())
     finally:

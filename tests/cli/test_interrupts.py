@@ -57,6 +57,132 @@ def test_while_modules_are_imported(tmp_path, signum, prog, argv):
     assert (process.returncode, err) == (130, f"{prog}: interrupted\n")
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_while_the_main_thread_blocks_in_an_import(tmp_path, signum):
+    """Another thread receives the signal, as if it had come just before the system call: that is not interrupted."""
+    (tmp_path / "jax.py").write_text(
+        "import signal, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})\n"
+        "print('importing', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", entry_point(), "replay"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    ) as process:
+        try:
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signum)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+
+
+INTERRUPTED_WHERE = """
+import gc, signal, time, weakref
+import click
+from tpu_offload.cli.command import run_command, run_process
+
+def interrupt(*args):
+    signal.raise_signal(signal.{signum})
+
+class Interrupts:
+    __del__ = interrupt
+
+class Plain:
+    pass
+
+class Fails:
+    def __del__(self):
+        raise ValueError("shown")
+
+def in_a_destructor():
+    Interrupts()
+
+def in_a_destructor_that_the_collector_calls():
+    one = Interrupts()
+    one.itself = one
+    del one
+    gc.collect()
+
+def in_a_callback_of_the_collector():
+    gc.callbacks.append(lambda phase, info: (gc.callbacks.clear(), interrupt()))
+    gc.collect()
+
+def in_a_callback_of_a_reference():
+    one = Plain()
+    reference = weakref.ref(one, interrupt)
+    del one
+
+class InterruptsTwice:
+    def __del__(self):
+        Interrupts()
+        time.sleep(0.1)
+
+def in_a_destructor_and_in_the_one_that_called_it():
+    InterruptsTwice()
+
+def where_it_is_caught():
+    for _ in range(5):
+        try:
+            interrupt()
+        except BaseException:
+            pass
+
+def beside_a_destructor_that_fails():
+    Fails()
+    interrupt()
+
+@click.command()
+def command():
+    {where}()
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        time.sleep(1)
+    print("the command went on")
+
+run_process(lambda: run_command(command, [], prog="test"))
+"""
+
+
+def interrupted_where(where, signum="SIGINT"):
+    code = INTERRUPTED_WHERE.format(where=where, signum=signum)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("signum", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "in_a_destructor",
+        "in_a_destructor_that_the_collector_calls",
+        "in_a_callback_of_the_collector",
+        "in_a_callback_of_a_reference",
+        "in_a_destructor_and_in_the_one_that_called_it",
+    ],
+)
+def test_where_python_discards_exceptions(where, signum):
+    """The command ends although the first KeyboardInterrupt cannot reach it."""
+    assert interrupted_where(where, signum) == (130, "", "test: interrupted\n")
+
+
+def test_the_fifth_interrupt_ends_a_command_that_catches_them():
+    assert interrupted_where("where_it_is_caught") == (130, "", "")
+
+
+def test_other_discarded_exceptions_are_shown():
+    status, out, err = interrupted_where("beside_a_destructor_that_fails")
+    assert (status, out) == (130, "")
+    assert "ValueError: shown" in err
+    assert err.endswith("test: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("signum", "status", "text"),
     [(signal.SIGTERM, 130, "tpu-offload: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, "")],

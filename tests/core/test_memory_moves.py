@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
+
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine
 from tpu_offload import BlockHash, ChunkKey, HostDivision, Use
-from tpu_offload.core.index import ChunkIndex, Pool
+from tpu_offload.core.index import ChunkIndex, Pool, checkpoints
 from tpu_offload.core.policies import LRUPolicy
 
 CHUNKS, STATES = 4, 5  # in a segment
@@ -197,3 +199,72 @@ def test_slots_that_the_policy_evicts_from_while_they_are_vacated_are_not_used_a
     assert slots == [5], "two of the three that were evicted go to the other pool"
     index.complete(new[:1], slots, success=True)
     assert index.vacate(6)
+
+
+def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> None:
+    """A load holds the lost one. The new one, of the same boundary, is in a slot that stays."""
+    index = ChunkIndex(LRUPolicy(), first_state=100)
+    index.grow(10)
+    index.grow_states(2)
+    keys = [ChunkKey(b"%d" % i) for i in range(2)]
+    index.complete(keys, index.allocate(Use(0), keys, range(2)), success=True)
+    held = []
+    for end in 1, 2:
+        begun = index.begin_checkpoint(keys, end, max_chunks=0)
+        assert begun is not None
+        held.append(begun[0])
+        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+    index.hold_checkpoint(held[1])
+    index.lose_pieces([100, 101])
+    assert index.checkpoint(keys[0]) is index.checkpoint(keys[1]) is None
+    begun = index.begin_checkpoint(keys, 2, max_chunks=0)
+    assert begun is not None
+    index.complete_checkpoint([100], success=True)
+    index.shrink_states(1)
+    assert not index.vacate_states(1), "a load reads it"
+    assert index.checkpoint(keys[1]) is begun[0]
+    index.release_checkpoint(held[1])
+    assert index.vacate_states(1)
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
+    """However many there are, and as often as it is called while a load reads one of those that have to go."""
+    monkeypatch.setattr(checkpoints, "_MAX_PIECES", 100)
+    index = ChunkIndex(LRUPolicy(), window_chunks=(3,), first_state=10_000)
+    index.grow(1600)
+    index.grow_states(400)
+    for r in range(40):
+        keys = [ChunkKey(b"%d %d" % (r, i)) for i in range(10)]
+        index.complete(keys, index.allocate(Use(r), keys, range(10)), success=True)
+        for end in range(1, 11):
+            begun = index.begin_checkpoint(keys, end, max_chunks=10)
+            assert begun is not None
+            index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+    assert (index.num_checkpoints, index.num_free_slots) == (400, 800)
+    last = index.checkpoint(keys[-1])
+    assert last is not None
+    if is_held:
+        index.hold_checkpoint(last)
+    looked_at: list[checkpoints.Checkpoint] = []
+    real = checkpoints.CheckpointTable._is_resident
+
+    def is_resident(table: checkpoints.CheckpointTable, checkpoint: checkpoints.Checkpoint) -> bool:
+        looked_at.append(checkpoint)
+        return real(table, checkpoint)
+
+    monkeypatch.setattr(checkpoints.CheckpointTable, "_is_resident", is_resident)
+    num_calls = 0
+    while num_calls < 40 and any(slot in range(400, 1600) for slot in index._checkpoints._key_of):
+        num_calls += 1
+        looked_at.clear()
+        index._checkpoints.evict_from(range(400, 1600))
+        assert len(looked_at) < 2 * 101, "twice if it is dropped"
+    assert num_calls == 40 if is_held else num_calls in range(4, 20)
+    index.shrink(400)
+    assert is_held != any(index.vacate(400) for _ in range(20))
+    if is_held:
+        index.release_checkpoint(last)
+    assert any(index.vacate(400) for _ in range(20))
+    index.check_invariants()

@@ -9,6 +9,7 @@ from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
 from tests.core.window_engine import NULL, WindowEngine, window_layout
 from tpu_offload import (
     BlockHash,
+    ChunkKey,
     ConfigError,
     CopyJob,
     CopyPart,
@@ -19,8 +20,11 @@ from tpu_offload import (
     OffloadScheduler,
     PageGroup,
     RequestError,
+    Use,
 )
 from tpu_offload.config import HostSegments
+from tpu_offload.core.index import Checkpoint, ChunkIndex
+from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.types import JobKind
 
 GB = 2**30
@@ -109,6 +113,56 @@ def test_the_state_of_generated_tokens_moves_with_them() -> None:
         engine.settle()
     stats = engine.scheduler.stats()
     assert (stats.num_checkpoints, stats.num_states) == (2, 2), "at the end of the prompt, and of what was generated"
+
+
+def test_a_state_of_generated_tokens_replaces_those_that_are_still_being_saved() -> None:
+    engine = state_engine(decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 16})
+    engine.step({"a": 2})
+    engine.settle()
+    for token in range(10):
+        assert engine.generate(request, token)
+        engine.step({"a": 1})
+        if token == 3:
+            engine.settle()  # the state after 20 tokens; then 24 and 28
+    worker = engine.workers[0]
+    assert len(worker.in_flight) == 4, "of a chunk and of a state, twice"
+    worker.in_flight.append(worker.in_flight.pop(1))  # the state after 24 tokens is late
+    engine.apply(worker, worker.finish(3))
+    assert engine.scheduler.stats().num_checkpoints == 2, "after the prompt, and after 28 tokens"
+    engine.settle()
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_states) == (2, 2)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 3])
+def test_states_that_could_not_be_saved_are_forgotten(num_in_flight) -> None:
+    """A long request does not keep one for each boundary."""
+    index = ChunkIndex(LRUPolicy(), first_state=100)
+    index.grow(60)
+    index.grow_states(10)
+    keys = [ChunkKey(b"%d" % i) for i in range(60)]
+    index.complete(keys, index.allocate(Use(0), keys, range(60)), success=True)
+    saves: list[tuple[Checkpoint, list[int]]] = []
+    for end in range(1, 60):
+        begun = index.begin_checkpoint(keys, end, max_chunks=0)
+        assert begun is not None
+        if saves:
+            index.supersede_checkpoint(saves[-1][0], by=begun[0])
+        saves.append((begun[0], [piece.slot for piece in begun[1]]))
+        if len(saves) == 1:
+            index.complete_checkpoint(saves[0][1], success=True)
+        elif end > num_in_flight:
+            index.complete_checkpoint(saves[-num_in_flight][1], success=False)
+        one: Checkpoint | None = begun[0]
+        remembered = []
+        while one is not None:
+            remembered.append(one)
+            one = one.superseded
+        assert len(remembered) <= num_in_flight + 2
+        assert end == 1 or remembered[-1] is saves[0][0], "the last one that was saved"
 
 
 def test_where_prompts_part_the_second_one_leaves_a_state() -> None:

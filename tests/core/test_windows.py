@@ -485,6 +485,33 @@ def test_windows_from_before_a_reset_are_not_saved() -> None:
     engine.remove("a")
 
 
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_checkpoint_is_superseded_once_the_chunk_before_the_later_one_is_saved(fail) -> None:
+    engine = WindowEngine((9, 5), decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 18})
+    for token in range(6):
+        engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    for token in range(4):
+        engine.generate(request, token)
+        engine.step({"a": 1})
+    worker = engine.workers[0]
+    assert len(worker.in_flight) == 2, "of a chunk of full attention, and of windows"
+    worker.in_flight.reverse()
+    engine.apply(worker, worker.finish(1))
+    stats = engine.scheduler.stats()
+    assert stats.num_checkpoints == 3, "after the prompt, after 24 tokens, and after 28, which is of no use yet"
+    engine.apply(worker, worker.finish(1, fail=fail))
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().num_checkpoints == 2
+    said = list(request.tokens)
+    engine.remove("a")
+    assert engine.serve("b", [*said, *tokens(10, start=500)]) == (24 if fail else 28)
+
+
 def test_a_checkpoint_that_was_loaded_is_not_superseded() -> None:
     engine = WindowEngine((9, 5), decode_save=True)
     request = engine.add("a", tokens(18))

@@ -147,7 +147,6 @@ class Model:
         self.lost_slots: set[int] = set()  # of pieces that a worker has lost or could not read, until written again
         self.unreadable: set[int] = set()  # of them, those that were reported as lost, or that a failed load named
         self.num_evicted_checkpoints = self.unexplained = 0
-        self.save_failed = False  # since the checkpoints were looked at
         self.cache_epochs: dict[int, tuple[int, int]] = {}  # by worker, as last reported
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
         self.incarnations: dict[int, int] = {}
@@ -258,7 +257,6 @@ class Model:
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
             self.late[job_id] = job = self.jobs.pop(job_id)
             self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
-            self.save_failed |= job.direction is Direction.SAVE
             self.loads.fail(job_id, ())
             self.counts["timeouts"] += 1
 
@@ -427,19 +425,16 @@ class Model:
             job = self.jobs.get(result.job_id)
             if job and result.state is JobState.FAILED and worker_id in job.waiting_for:
                 self.loads.fail(result.job_id, result.failed_blocks)
-                self.save_failed |= job.direction is Direction.SAVE
                 if job.direction is Direction.LOAD:
                     self.lost_slots |= job.slots
                     job.fail(result.failed_blocks)
             elif job and result.state is JobState.CANCELLED:
                 job.is_void = True
-                self.save_failed |= job.direction is Direction.SAVE
             self._report(result.job_id, worker_id)
         for job_id in [i for i in (*self.jobs, *self.late) if i < report.oldest_job_id]:
             job = self.jobs.get(job_id)
             if job and worker_id in job.waiting_for:  # its result is lost
                 job.is_void = True
-                self.save_failed |= job.direction is Direction.SAVE
                 self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
             self._report(job_id, worker_id)
         self.sync_index()
@@ -496,7 +491,7 @@ class Model:
         self.num_evicted_checkpoints = self.index.num_evicted_checkpoints
         for checkpoint in gone:
             self._check_gone(checkpoint)
-        self.unexplained, self.save_failed = 0, False
+        self.unexplained = 0
 
     def _check_gone(self, checkpoint: Checkpoint) -> None:
         """Raises Violation unless there is a reason why a READY checkpoint is not there any more."""
@@ -504,8 +499,6 @@ class Model:
             return
         if self.unexplained:  # evicted
             self.unexplained -= 1
-            return
-        if self.save_failed:  # it may have been the save of the chunk before a later one that was READY for a moment
             return
         nodes = self._nodes(last_block_hash(checkpoint.key))
         if not any(self._nodes(last_block_hash(key))[: len(nodes)] == nodes for key in self.checkpoints):

@@ -640,12 +640,21 @@ MUTATIONS = (
     ),
     Mutation("the checkpoint of a prompt is superseded", "CheckpointSaves.read", "b in rolling", "True"),
     Mutation(
-        "a checkpoint is superseded by one that is being saved", "CheckpointTable.supersede", "by.num_pending", "False"
+        "a checkpoint is superseded by one that is being saved",
+        "CheckpointTable._drop_superseded",
+        "by.num_pending",
+        "False",
+    ),
+    Mutation(
+        "a checkpoint is superseded by one whose chunk is being saved",
+        "CheckpointTable._drop_superseded",
+        "not self._is_found(...)",
+        "False",
     ),
     Mutation(
         "a checkpoint that was loaded is superseded",
-        "CheckpointTable.supersede",
-        "not (earlier.was_loaded or ...)",
+        "CheckpointTable._drop_superseded",
+        "not (one.was_loaded or ...)",
         "True",
     ),
     Mutation("a checkpoint outlives the chunk before it", "ChunkIndex._remove", "self._checkpoints.drop(_)", "pass"),

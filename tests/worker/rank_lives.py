@@ -161,11 +161,12 @@ def _write(caches: Any, ids: Any, data: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     total: Counter[str] = Counter()
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         lives = Lives(seed, faults=(seed % 3) * 0.05, max_load_gb_per_step=1e-6 if seed % 2 else 0)
         lives.run(args.steps)
         lives.close()

@@ -15,7 +15,7 @@ import click
 import jax
 from rich.table import Column, Table
 
-from tpu_offload.cli.command import stop_on_interrupt
+from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, number, option
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.cli.report import ReportConsole, build_table

@@ -1,21 +1,19 @@
-"""What all commands share: parsing flags, one-line errors, exit statuses, interrupts, the end of the process."""
+"""What all commands share: parsing flags, one-line errors, exit statuses, the end of the process."""
 
 import contextlib
 import importlib.util
 import logging
 import os
-import signal
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
 
+from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
 from tpu_offload.errors import InputError, OffloadError
 
-_SIGNALS = signal.SIGINT, signal.SIGTERM
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
 
@@ -53,7 +51,7 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
         return _fail(prog, str(e))
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
-        return 130
+        return INTERRUPTED
 
 
 def _fail(prog: str, message: str) -> int:
@@ -63,7 +61,7 @@ def _fail(prog: str, message: str) -> int:
 
 def end_process(status: int) -> NoReturn:
     """Ends the process after its command, with no further output."""
-    if status == 130 or any(thread.daemon for thread in threading.enumerate()):
+    if status == INTERRUPTED or any(thread.daemon for thread in threading.enumerate()):
         # The interpreter would wait for a compilation whose result is not needed, or crash it by shutting down.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -72,51 +70,10 @@ def end_process(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def interrupt_once() -> None:
-    """Makes the first Ctrl-C or SIGTERM a KeyboardInterrupt and ignores later ones, while the process ends.
-
-    A signal that the caller ignores (`nohup`) stays ignored.
-    """
-    interrupted = False
-
-    def handle(signum: int, frame: types.FrameType | None) -> None:
-        nonlocal interrupted
-        if not interrupted:
-            interrupted = True
-            raise KeyboardInterrupt
-
-    for signum in _SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handle)
-
-
 def run_process(main: Callable[[], int]) -> NoReturn:
     """Runs a command as the only work of its process: handles interrupts and exits with its status."""
     interrupt_once()
     end_process(main())
-
-
-@contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Makes the first Ctrl-C or SIGTERM a request to stop after the current step, the second a KeyboardInterrupt."""
-    asked = False
-
-    def handle(signum: int, frame: types.FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        restore()
-
-    def restore() -> None:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-    previous = {s: h for s in _SIGNALS if (h := signal.getsignal(s)) is not signal.SIG_IGN}
-    for signum in previous:
-        signal.signal(signum, handle)
-    try:
-        yield lambda: asked
-    finally:
-        restore()
 
 
 def require(what: str, *packages: str) -> None:

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import click
 
-from tpu_offload.cli.command import end_process, interrupt_once, require, run_command
+from tpu_offload.cli.command import end_process, require, run_command
+from tpu_offload.cli.interrupts import interrupt_once
 
 _PROG = "tpu-offload"
 # By name: a line for `--help`, and the optional packages required. Module `tpu_offload.cli.NAME` has `command`.

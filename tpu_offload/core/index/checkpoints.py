@@ -26,6 +26,7 @@ PieceKey = NewType("PieceKey", bytes)
 
 
 _SCANNED_AT_ONCE = 512  # boundaries
+_MAX_PIECES = 16_384  # pieces that one call of `evict_from` looks at; 1 ms
 
 
 class NewPiece(NamedTuple):
@@ -52,7 +53,8 @@ class Checkpoint:
       num_pieces: how many of them each window group has; and, with states, 1.
       num_pending: those that are being saved.
       num_holds: loads that read it, or may.
-      superseded: an earlier checkpoint of the same request, which is dropped when this one is READY; None if it stays.
+      superseded: an earlier checkpoint of the same request, which is dropped when this one can be used; None if it
+        stays.
       was_loaded: whether a request has loaded it.
       last_use: the last request that used it; the index counts them.
     """
@@ -76,6 +78,7 @@ class CheckpointTable:
     Args:
       slots: takes back the slots of pieces.
       window_chunks: per window group, how many chunks cover its window.
+      is_found: whether lookups find this chunk of full attention.
       has_states: whether each checkpoint has a state.
 
     Attributes:
@@ -83,8 +86,16 @@ class CheckpointTable:
       num_evicted: checkpoints evicted so far, by themselves or with their prefix.
     """
 
-    def __init__(self, slots: TierSlots, window_chunks: Sequence[int], *, has_states: bool = False) -> None:
+    def __init__(
+        self,
+        slots: TierSlots,
+        window_chunks: Sequence[int],
+        *,
+        is_found: Callable[[ChunkKey], bool],
+        has_states: bool = False,
+    ) -> None:
         self._slots = slots
+        self._is_found = is_found
         self.has_states = has_states
         self._most_pieces = (*window_chunks, *[1] * has_states)
         self._table: OrderedDict[ChunkKey, Checkpoint] = OrderedDict()
@@ -96,6 +107,7 @@ class CheckpointTable:
         self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
         self._held: set[Checkpoint] = set()
+        self._unscanned: list[Checkpoint] = []  # by `evict_from`
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -227,17 +239,31 @@ class CheckpointTable:
                 checkpoint.num_pending -= 1
                 if not success:
                     self.drop(checkpoint)
-                elif not checkpoint.num_pending and checkpoint.superseded is not None:
-                    superseded, checkpoint.superseded = checkpoint.superseded, None
-                    self.supersede(superseded, by=checkpoint)
+                else:
+                    self._drop_superseded(checkpoint)
         self._unref(slots)
 
     def supersede(self, earlier: Checkpoint, *, by: Checkpoint) -> None:
-        """Drops an earlier checkpoint of the same request once a later one is READY, unless a request loaded it."""
-        if by.num_pending:
-            by.superseded = earlier
-        elif self._is_resident(by) and not (earlier.was_loaded or earlier.num_holds):
-            self.drop(earlier)
+        """Drops an earlier checkpoint of the same request once a later one can be used, unless a request loaded it.
+
+        That is when the later one and the chunk before its boundary are READY: the save of either may fail. If another
+        waits for the earlier one in the same way, it is dropped with it.
+        """
+        by.superseded, one = earlier, by
+        while (last := one.superseded) is not None:
+            if self._is_resident(last):
+                one = last
+            else:  # its save has failed; a long request could leave many
+                one.superseded = last.superseded
+        self._drop_superseded(by)
+
+    def publish(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks of full attention are READY: their checkpoints may be of use now."""
+        table = self._table
+        if table:
+            for key in keys:
+                if key in table:
+                    self._drop_superseded(table[key])
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """A request used it."""
@@ -285,23 +311,35 @@ class CheckpointTable:
         return None
 
     def evict_from(self, slots: range) -> None:
-        """Drops the checkpoints with a piece in these slots, but for those that something holds or saves.
+        """Drops checkpoints with a piece in these slots, but for those that something holds or saves.
 
-        O(slots) for slots of states, O(pieces of all checkpoints) if a window chunk is in one of those of chunks.
+        All of them if these are slots of states, in O(slots). Of slots of chunks some: as many pieces as take 1 ms are
+        looked at, and others in later calls, around and around.
         """
-        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
-        if not names:
-            return
-        if slots.start >= self._slots.first_state:  # a state is named by the chunk at its boundary
-            found = [self._table.get(ChunkKey(name[:-1])) for name in names]
-        else:
-            found = [
-                checkpoint for checkpoint in self._table.values() if any(map(slots.__contains__, checkpoint.slots))
-            ]
-        for checkpoint in found:
-            if checkpoint is not None and not (checkpoint.num_holds or checkpoint.num_pending):
+        for checkpoint in self._in_states(slots) if slots.start >= self._slots.first_state else self._in_chunks(slots):
+            if not (checkpoint.num_holds or checkpoint.num_pending):
                 self.num_evicted += 1
                 self.drop(checkpoint)
+
+    def _in_states(self, slots: range) -> list[Checkpoint]:
+        """Resident checkpoints whose state, the last piece, is in these slots. It has the name of their key."""
+        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
+        found = [self._table.get(ChunkKey(name[:-1])) for name in names]
+        return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.slots[-1] in slots]
+
+    def _in_chunks(self, slots: range) -> list[Checkpoint]:
+        """Some of the resident checkpoints with a window chunk in these slots."""
+        if not self.num_window_chunks:
+            return []
+        found, num_left = [], _MAX_PIECES
+        if not self._unscanned:
+            self._unscanned = [*self._table.values()]
+        while self._unscanned and num_left > 0:
+            checkpoint = self._unscanned.pop()
+            num_left -= len(checkpoint.slots)
+            if self._is_resident(checkpoint) and any(map(slots.__contains__, checkpoint.slots)):
+                found.append(checkpoint)
+        return found
 
     def lose(self, first: int, end: int) -> None:
         """The bytes in slots `first` to `end - 1` are lost. Their checkpoints are dropped when they are next looked up.
@@ -327,6 +365,7 @@ class CheckpointTable:
                 self._key_of[slot] = key_of[slot]
         self._num_states = sum(slot >= self._slots.first_state for slot in self._key_of)
         self._lost.intersection_update(self._key_of)
+        self._unscanned = []
         return discarded
 
     def check_invariants(self) -> None:
@@ -356,6 +395,17 @@ class CheckpointTable:
         """Raises AssertionError unless exactly these holds exist, and these slots are being written."""
         assert {checkpoint: checkpoint.num_holds for checkpoint in self._held} == holds
         assert self._pending.keys() == pending
+
+    def _drop_superseded(self, by: Checkpoint) -> None:
+        one = by.superseded
+        if one is None or by.num_pending or not self._is_resident(by) or not self._is_found(by.key):
+            return
+        by.superseded = None
+        while one is not None:
+            if not (one.was_loaded or one.num_holds):
+                self.drop(one)
+            before, one.superseded = one.superseded, None
+            one = before
 
     def _is_resident(self, checkpoint: Checkpoint) -> bool:
         return self._table.get(checkpoint.key) is checkpoint

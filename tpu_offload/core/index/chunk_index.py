@@ -67,7 +67,12 @@ class ChunkIndex:
         self._tier_slots = TierSlots() if first_state is None else TierSlots(first_state=first_state)
         self._slots, self._state_slots = self._tier_slots.chunks, self._tier_slots.states
         self._changes = ChangeLog() if record else None
-        self._checkpoints = CheckpointTable(self._tier_slots, window_chunks, has_states=first_state is not None)
+        self._checkpoints = CheckpointTable(
+            self._tier_slots,
+            window_chunks,
+            is_found=lambda key: self.state(key) is ChunkState.READY,
+            has_states=first_state is not None,
+        )
         self._balance = balance
         self._ages = UseAges(functools.partial(balance.note_evicted, Pool.CHUNKS)) if balance is not None else None
         self._evictor = Evictor(
@@ -309,6 +314,7 @@ class ChunkIndex:
         assert self._tree.slot_of.get(keys[0]) == slots[0], "a chunk completes in its own slot"
         if success:
             self._states.publish(slots)
+            self._checkpoints.publish(keys)
             if self._changes is not None:
                 self._changes.add(keys, found=True)
             return
