@@ -8,7 +8,7 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, 
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
-from tpu_offload.storage import STORAGE_TIERS
+from tpu_offload.storage import STORAGE_TIERS, RecordFormat
 
 # One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -108,7 +108,7 @@ def test_a_line_of_registration_is_all_that_a_tier_takes(plain, monkeypatch):
 
 def test_wrong_bytes_would_be_noticed(plain, monkeypatch):
     """What makes the comparisons above worth something: with no checksum, damaged chunks change the tokens."""
-    monkeypatch.setattr("zlib.crc32", lambda data: 0)
+    monkeypatch.setattr(RecordFormat, "verify", lambda own, record, key, *, generation: own.payload_of(record))
     engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier=FAULTY))
     tier_of(engine).damage = "another chunk"
     assert tokens_of(serve_slowly(engine, rounds())) != plain

@@ -96,8 +96,8 @@ def test_every_bit_comes_back(dtype, num_devices):
     engine.step(saves=[cascade])
     engine.expect_stored(cascade)
     assert engine.done(cascade).state is FINISHED
-    assert {len(value) for value in engine.disk.values.values()} == {engine.disk.spec.payload_nbytes}
-    assert engine.disk.spec.payload_nbytes == SIZE * engine.layout.block_nbytes
+    assert {len(value) for value in engine.disk.values.values()} == {engine.disk.spec.record_nbytes}
+    assert engine.disk.spec.record_nbytes == 4096 + -(-SIZE * engine.layout.block_nbytes // 4096) * 4096
     engine.fill(range(2, 6))  # other bytes
     promote = engine.promote((4, 0), (1, 3), (3, NUM_CHUNKS - 1), (2, 2))
     engine.step(loads=[promote])
@@ -561,7 +561,7 @@ def test_the_tier_is_told_what_it_is_for():
     same, other = StorageEngine().disk.spec, StorageEngine(num_devices=8).disk.spec
     assert same.fingerprint == spec.fingerprint
     assert other.fingerprint != spec.fingerprint, "its shards lie otherwise"
-    assert other.payload_nbytes == spec.payload_nbytes
+    assert other.record_nbytes == spec.record_nbytes
 
 
 def test_buffers_are_aligned_to_pages():
