@@ -130,7 +130,7 @@ class Unfinished(StorageTier):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("memory", "TPU_OFFLOAD_STORAGE_TIER=memory: there is no storage tier of this name; expected module:Class"),
+        ("memory", "TPU_OFFLOAD_STORAGE_TIER=memory: there is no storage tier of this name; expected one of file"),
         ("no_such_module:Tier", "no_such_module cannot be imported .ModuleNotFoundError"),
         (f"{__name__}:Missing", "Missing in .* is None; expected a class derived from"),
         (f"{__name__}:CHECKS", r"CHECKS in .* is \[.*; expected a class derived from"),
@@ -148,5 +148,5 @@ def test_a_bad_name_is_one_clear_line(name, message):
 
 def test_the_error_lists_the_registered_names(monkeypatch):
     monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
-    with pytest.raises(ConfigError, match="expected one of memory, or module:Class"):
+    with pytest.raises(ConfigError, match="expected one of file, memory, or module:Class"):
         make_tier("memroy", SPEC)
