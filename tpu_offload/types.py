@@ -325,6 +325,7 @@ class WorkerSetup:
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
       storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
+      stored_keys: chunks that the storage tier of this worker had when it started, oldest first.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 
@@ -340,6 +341,7 @@ class WorkerSetup:
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
     storage_chunks: int = 0
+    stored_keys: tuple[ChunkKey, ...] = ()
     segment_states: int = 0
     rival: int = 0
 

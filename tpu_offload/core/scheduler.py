@@ -110,7 +110,7 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
-        self._storage = StoragePlanner(context, mark_lost=self._transfers.mark_lost)
+        self._storage = StoragePlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
         self._transfers.on_saved(self._storage.offer)
         self._swap = RequestSwap(context)
         self._workers = Workers(

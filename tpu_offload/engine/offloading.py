@@ -99,6 +99,8 @@ class Offloading:
         self._worker = workers or OffloadWorker(
             config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier
         )
+        if self._has_storage:  # what it holds is known before the first lookup
+            self.poll(wait=False)
 
     def look_up(self, sequence: Sequence, *, num_computed_tokens: int) -> int | None:
         """Looks up the host tier beyond the blocks found in HBM. Then call `start_load` or `release`.
