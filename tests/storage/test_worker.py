@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.jobs import key_of, storage_job
-from tests.storage.memory_tier import FAULTY, NAME
+from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
     FAILED,
@@ -699,3 +699,65 @@ def test_at_random(seed):
             engine.expect_promoted(promote)
         engine.check()
         engine.scribble()
+
+
+def test_storage_is_cleared_after_all_earlier_writes_and_before_all_later_ones():
+    """Keys 1 and 2 belong to different threads; the clear waits for both, and both wait for it."""
+    engine = StorageEngine()
+    engine.fill(range(4))
+    engine.disk.gates["write"] = gate = threading.Event()
+    before = engine.cascade((1, 0), (2, 1))
+    clear = dataclasses.replace(engine.cascade(), clears_storage=True)
+    after = engine.cascade((3, 2), (4, 3))
+    engine.step(saves=[before, clear, after])
+    engine.expect_stored(before)
+    engine.expect_stored(after)
+    engine.wait_for("write")
+    gate.set()
+    results = engine.drain()
+    assert [results[job.job_id].state for job in (before, clear, after)] == [FINISHED] * 3
+    assert set(engine.disk.values) == {key_of(3), key_of(4)}
+
+
+def test_a_clear_that_fails_is_reported():
+    engine = StorageEngine()
+    engine.disk.failing = {"clear"}
+    clear = dataclasses.replace(engine.cascade(), clears_storage=True)
+    engine.step(saves=[clear])
+    result = engine.done(clear)
+    assert (result.state, result.failed_blocks, result.error) == (FAILED, (), "OSError: injected")
+
+
+def test_close_ends_threads_that_wait_for_a_clear():
+    before = num_threads()
+    engine = StorageEngine(job_timeout_s=0.1)
+    engine.fill([0])
+    engine.disk.gates["clear"] = gate = threading.Event()
+    engine.step(saves=[dataclasses.replace(engine.cascade(), clears_storage=True)])
+    engine.wait_for("clear")
+    engine.worker.close()
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tpu_offload-storage"):
+            thread.join(30)
+    assert num_threads() == before
+
+
+def test_the_first_reports_list_what_is_stored():
+    engine = StorageEngine(tier=NAME)
+    assert engine.worker.poll().setup.stored_keys == ()
+    tier = f"{__name__}:Listing"
+    engine = StorageEngine(tier=tier)
+    assert engine.worker.poll().setup.stored_keys == (key_of(1), key_of(2))
+    with pytest.raises(ConfigError, match=r"what it has stored cannot be listed \(OSError: Input/output"):
+        StorageEngine(tier=f"{__name__}:Unlistable")
+
+
+class Listing(MemoryTier):
+    def stored_keys(self):
+        return [key_of(1), key_of(2)]
+
+
+class Unlistable(MemoryTier):
+    def stored_keys(self):
+        raise OSError("Input/output error")

@@ -379,6 +379,10 @@ class StoragePlanner:
             num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
         )
 
+    def stored_keys(self) -> list[ChunkKey]:
+        """Chunks that are stored, least recently used first."""
+        return list(self._stored)
+
     def pending(self) -> list[ChunkKey]:
         """Chunks that promotions have made PENDING."""
         return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]

@@ -108,6 +108,7 @@ class StorageCopies:
         self._copiers = [
             SlotCopier(memory.spec, memory.arena, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
         ]
+        # The layout's fingerprint names model and geometry, but not the shards.
         formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
         fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
         record_format = RecordFormat(
