@@ -223,6 +223,15 @@ def test_windows_of_a_model_with_states(run):
         assert row_nbytes * 4 < ours["saved_nbytes"] < dense["saved_nbytes"] / 2
 
 
+def test_storage(run, tmp_path):
+    said, report = run("bench_storage", f"--directory {tmp_path} --mib 2 --sizes 1 --rounds 1")
+    assert "1 MiB  tier / raw  write" in said
+    (result,) = report["results"]
+    assert result["ways"].keys() == {"tier write", "raw write", "tier read", "raw read"}
+    assert all(ratio > 0 for ratio in result["tier_to_raw"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys, tmp_path):
     if script == "bench_serve":

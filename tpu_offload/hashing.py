@@ -116,9 +116,9 @@ def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 
     """The 8-byte suffix of every chunk key: it separates chunks with equal tokens.
 
     It includes the fingerprint, as the hashes of `BlockHasher` do, because an engine's own block hashes do not cover
-    the layout. `epoch` counts resets of the cache: keys of different epochs are never equal.
+    the layout. `epoch`, of 64 bits, changes with each reset of the cache: keys of different epochs are never equal.
     """
-    text = fingerprint + struct.pack("<IHI", blocks_per_chunk, group_id, epoch)
+    text = fingerprint + struct.pack("<IHQ", blocks_per_chunk, group_id, epoch)
     return hashlib.blake2b(text, digest_size=_NAMESPACE_NBYTES).digest()
 
 

@@ -205,6 +205,9 @@ class OffloadStats:
         "Alert when it is not 0.",
     )
     num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tier; 0 without one.")
+    restored_chunks: int = _counter(
+        "chunks", "Chunks that the storage tier had from earlier runs when the engine started."
+    )
     cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tier.")
     cascaded_nbytes: int = _counter("bytes", "Bytes written to the storage tier, over all devices.")
     promoted_chunks: int = _counter("chunks", "Chunks read from the storage tier into the host tier.")

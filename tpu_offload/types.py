@@ -123,6 +123,7 @@ class CopyJob:
         blocks is copied in pieces of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
       deleted_keys: chunks that storage deletes, before it writes any; only of a cascade.
+      clears_storage: storage is emptied, durably, before all else; only of a cascade.
       rank: the data-parallel rank whose blocks they are, set by `RankPlans`; 0 with one rank.
     """
 
@@ -133,6 +134,7 @@ class CopyJob:
     num_staging_blocks: int = 0
     chunks: tuple[tuple[ChunkKey, int], ...] = ()
     deleted_keys: tuple[ChunkKey, ...] = ()
+    clears_storage: bool = False
     rank: int = 0
 
     @property
@@ -160,7 +162,7 @@ class CopyJob:
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        storage = (self.chunks, self.deleted_keys) if self.kind.of_storage else ()
+        storage = (self.chunks, self.deleted_keys, self.clears_storage) if self.kind.of_storage else ()
         return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
 
@@ -176,6 +178,7 @@ def _unpickle_job(
     num_staging_blocks: int,
     chunks: tuple[tuple[ChunkKey, int], ...] = (),
     deleted_keys: tuple[ChunkKey, ...] = (),
+    clears_storage: bool = False,
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -190,6 +193,7 @@ def _unpickle_job(
         num_staging_blocks=num_staging_blocks,
         chunks=chunks,
         deleted_keys=deleted_keys,
+        clears_storage=clears_storage,
     )
 
 
@@ -321,6 +325,7 @@ class WorkerSetup:
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
       storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
+      stored_keys: chunks that the storage tier of this worker had when it started, oldest first.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 
@@ -336,6 +341,7 @@ class WorkerSetup:
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
     storage_chunks: int = 0
+    stored_keys: tuple[ChunkKey, ...] = ()
     segment_states: int = 0
     rival: int = 0
 

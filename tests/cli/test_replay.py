@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tests.cli.conftest import interrupted_run
 from tpu_offload.cli.main import main
 from tpu_offload.engine.hosts import HostRunner
+from tpu_offload.replay import restart as replay_restart
 from tpu_offload.replay import setup as replay_setup
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -327,3 +329,42 @@ def test_a_process_that_dies(capsys, monkeypatch):
 )
 def test_flags_of_processes(error_of, flags, message):
     assert message in error_of("replay", *flags)
+
+
+def test_restart(tmp_path, capsys, monkeypatch):
+    """The last engine finds in storage what the one before has left, and every token is the same."""
+    path = tmp_path / "r.json"
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", "file")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", f"{tmp_path / 'kv'},min_free_gb=0")
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_STORAGE_CHUNKS", "500")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_WAIT_S", "60")
+    assert replay("--restart", "--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    out, _ = capsys.readouterr()
+    assert "Outputs identical: every token of the 9 requests" in out
+    assert "Found after the restart: " in out
+    report = json.loads(path.read_text())
+    found = report["restart"]
+    assert found["stored_tokens_asked_again"] > 0
+    assert found["found_tokens"] >= 0.9 * found["stored_tokens_asked_again"]
+    assert found["restored_chunks"] == found["stored_chunks"] > 0
+    assert found["failed_storage_chunks"] == 0
+    # A directory that somebody has emptied in between is no error: nothing is found.
+    monkeypatch.setattr(replay_restart, "serve_once", emptying(replay_restart.serve_once, tmp_path / "kv"))
+    assert replay("--restart", "--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    found = json.loads(path.read_text())["restart"]
+    assert found["restored_chunks"] == 0
+    # What requests in flight together share may be computed by the later one.
+    assert found["found_tokens"] < 0.1 * found["stored_tokens_asked_again"]
+
+
+def emptying(serve_once, directory):
+    def serve(*args, **kwargs):
+        shutil.rmtree(directory, ignore_errors=True)
+        return serve_once(*args, **kwargs)
+
+    return serve
+
+
+def test_restart_needs_storage(error_of):
+    assert "--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER" in error_of("replay", "--restart")
+    assert "--restart with --preempt or --processes" in error_of("replay", "--restart", "--preempt")

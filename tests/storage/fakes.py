@@ -37,14 +37,16 @@ class StorageWorker(FakeWorker):
                 results += super().finish(1, fail=fail, failed_blocks=failed_blocks)
                 continue
             del self.in_flight[0]
-            self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set())
+            self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
             state, error = (JobState.FAILED, "injected") if fail else (JobState.FINISHED, "")
             results.append(
                 JobResult(job_id=job.job_id, state=state, error=error, failed_blocks=failed_blocks if fail else ())
             )
         return results
 
-    def _move(self, job: CopyJob, content: list[bytes], bad: set[int]) -> None:
+    def _move(self, job: CopyJob, content: list[bytes], bad: set[int], *, fail: bool) -> None:
+        if job.clears_storage and not fail:
+            self.storage.clear()
         for i, key in enumerate(job.deleted_keys, len(job.chunks)):
             if i not in bad:
                 self.storage.pop(key, None)

@@ -18,16 +18,19 @@ class MemoryTier(StorageTier):
         self.most_values = 0
         self.num_closed = 0
 
-    def write(self, key: bytes, payload: memoryview) -> None:
-        self.values[key] = bytes(payload)
+    def write(self, key: bytes, record: memoryview) -> None:
+        self.values[key] = bytes(record)
         self.most_values = max(self.most_values, len(self.values))
 
-    def read(self, key: bytes, payload: memoryview) -> None:
-        payload[:] = self.values[key]
+    def read(self, key: bytes, record: memoryview) -> None:
+        record[:] = self.values[key]
 
     def delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.values.pop(key, None)
+
+    def clear(self) -> None:
+        self.values.clear()
 
     def close(self) -> None:
         self.num_closed += 1
@@ -38,7 +41,7 @@ class FaultyTier(MemoryTier):
     """Fails as it is told.
 
     Attributes:
-      failing: calls that raise: "write", "read", "delete", "close".
+      failing: calls that raise: "write", "read", "delete", "clear", "close".
       error: what they raise.
       damage: what a read does to the bytes after it has filled them.
       gates: by call, an event that it waits for before it does anything.
@@ -63,24 +66,28 @@ class FaultyTier(MemoryTier):
         if call in self.failing:
             raise self.error
 
-    def write(self, key: bytes, payload: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> None:
         self._enter("write")
-        super().write(key, payload)
+        super().write(key, record)
 
-    def read(self, key: bytes, payload: memoryview) -> None:
+    def read(self, key: bytes, record: memoryview) -> None:
         self._enter("read")
         if self.damage == "short":
-            payload[: len(payload) // 2] = self.values[key][: len(payload) // 2]
+            record[: len(record) // 2] = self.values[key][: len(record) // 2]
             return
-        super().read(key, payload)
+        super().read(key, record)
         if self.damage == "one bit":
-            payload[len(payload) // 3] ^= 4
+            record[4096 + (len(record) - 4096) // 3] ^= 4
         elif self.damage == "another chunk":
-            payload[:] = next(value for other, value in self.values.items() if other != key)
+            record[:] = next(value for other, value in self.values.items() if other != key)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._enter("delete")
         super().delete(keys)
+
+    def clear(self) -> None:
+        self._enter("clear")
+        super().clear()
 
     def close(self) -> None:
         self._enter("close")

@@ -8,7 +8,7 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, 
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
-from tpu_offload.storage import STORAGE_TIERS
+from tpu_offload.storage import STORAGE_TIERS, RecordFormat
 
 # One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -108,7 +108,7 @@ def test_a_line_of_registration_is_all_that_a_tier_takes(plain, monkeypatch):
 
 def test_wrong_bytes_would_be_noticed(plain, monkeypatch):
     """What makes the comparisons above worth something: with no checksum, damaged chunks change the tokens."""
-    monkeypatch.setattr("zlib.crc32", lambda data: 0)
+    monkeypatch.setattr(RecordFormat, "verify", lambda own, record, key, *, generation: own.payload_of(record))
     engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier=FAULTY))
     tier_of(engine).damage = "another chunk"
     assert tokens_of(serve_slowly(engine, rounds())) != plain
@@ -146,4 +146,100 @@ def test_a_reset_empties_storage(plain):
     assert engine.offload_stats().promoted_chunks > 0
     assert not old & set(tier_of(engine).values)
     assert tokens_of(outputs) == plain
+    engine.close()
+
+
+# --- restart --------------------------------------------------------------------------------------
+
+
+def on_disk(directory, **changes):
+    return make_offload(storage_tier="file", storage_options=f"{directory},min_free_gb=0", **changes)
+
+
+def test_a_restart_finds_what_was_stored(plain, tmp_path):
+    first, second, third = rounds()
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    outputs = serve_slowly(engine, [first, second])
+    num_stored = engine.offload_stats().num_stored_chunks
+    assert num_stored > 0
+    assert engine.offload_stats().restored_chunks == 0
+    engine.close()
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    assert engine.offload_stats().num_stored_chunks == engine.offload_stats().restored_chunks == num_stored
+    again = serve_slowly(engine, [third])
+    stats = engine.offload_stats()
+    assert tokens_of(outputs | again) == plain
+    assert num_loaded(again) > 0
+    assert stats.promoted_chunks > 0
+    assert stats.num_failed_jobs == stats.failed_storage_chunks == 0
+    engine.close()
+
+
+def restored_by_another(directory, *, model=TINY, **changes):
+    """What the next engine takes as stored, and that its tokens are those of its model."""
+    engine = Engine(model, TIGHT, offload=on_disk(directory, **changes))
+    restored = engine.offload_stats().restored_chunks
+    outputs = tokens_of(serve_slowly(engine, rounds()))
+    engine.close()
+    assert outputs == tokens_of(serve_rounds(Engine(model, TIGHT), rounds()))
+    return restored
+
+
+def test_another_model_and_another_layout_find_nothing(tmp_path):
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    serve_slowly(engine, rounds()[:1])
+    engine.close()
+    assert restored_by_another(tmp_path, model=dataclasses.replace(TINY, seed=TINY.seed + 1)) == 0
+    assert restored_by_another(tmp_path) == 0, "and the first one has lost its chunks to it"
+    assert restored_by_another(tmp_path, blocks_per_chunk=2, num_cpu_chunks=15) == 0
+
+
+def test_a_reset_is_durable(tmp_path):
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    serve_slowly(engine, rounds()[:1])
+    engine.reset_cache()
+    settle(engine)
+    tier_of(engine).close()  # as if it were killed now
+    assert restored_by_another(tmp_path) == 0
+
+
+def test_what_is_saved_after_a_reset_is_found_by_no_other_process(tmp_path):
+    """The weights may be others by then than those that the fingerprint names."""
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    engine.reset_cache()
+    serve_slowly(engine, rounds()[:1])
+    num_stored = engine.offload_stats().num_stored_chunks
+    assert num_stored > 0
+    engine.close()
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    assert engine.offload_stats().restored_chunks == 0
+    settle(engine)
+    serve_slowly(engine, rounds()[:1])
+    assert engine.offload_stats().num_stored_chunks == len(tier_of(engine)._index), "and takes no room"
+    engine.close()
+
+
+def test_a_reset_that_was_killed_leaves_what_was_right_for_the_weights_of_the_start(tmp_path):
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    serve_slowly(engine, rounds()[:1])
+    num_stored = engine.offload_stats().num_stored_chunks
+    engine.reset_cache()
+    tier_of(engine).close()  # killed before the worker has heard of it
+    assert restored_by_another(tmp_path) == num_stored > 0
+
+
+def test_damaged_files_cost_hits_and_no_token(plain, tmp_path):
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    first, second, third = rounds()
+    outputs = serve_slowly(engine, [first, second])
+    engine.close()
+    segment = tmp_path / "worker-0" / "segment-000.kv"
+    data = bytearray(segment.read_bytes())
+    for place in range(4100, len(data), 8192):
+        data[place] ^= 1
+    segment.write_bytes(data)
+    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    outputs |= serve_slowly(engine, [third])
+    assert tokens_of(outputs) == plain
+    assert engine.offload_stats().failed_storage_chunks > 0
     engine.close()

@@ -17,28 +17,28 @@ def test_conformance(tier, check):
 
 
 class Aliasing(MemoryTier):
-    def write(self, key: bytes, payload: memoryview) -> None:
-        self.values[key] = payload  # type: ignore[assignment]
+    def write(self, key: bytes, record: memoryview) -> None:
+        self.values[key] = record  # type: ignore[assignment]
 
 
 class ShortKeys(MemoryTier):
-    def write(self, key: bytes, payload: memoryview) -> None:
-        super().write(key[:-1], payload)
+    def write(self, key: bytes, record: memoryview) -> None:
+        super().write(key[:-1], record)
 
-    def read(self, key: bytes, payload: memoryview) -> None:
-        super().read(key[:-1], payload)
+    def read(self, key: bytes, record: memoryview) -> None:
+        super().read(key[:-1], record)
 
 
 class Stubborn(MemoryTier):
-    def write(self, key: bytes, payload: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> None:
         if key not in self.values:
-            super().write(key, payload)
+            super().write(key, record)
 
 
 class Silent(MemoryTier):
-    def read(self, key: bytes, payload: memoryview) -> None:
+    def read(self, key: bytes, record: memoryview) -> None:
         if key in self.values:
-            super().read(key, payload)
+            super().read(key, record)
 
 
 class Strict(MemoryTier):
@@ -52,17 +52,53 @@ class Leaking(MemoryTier):
 
     num_written = 0
 
-    def write(self, key: bytes, payload: memoryview) -> None:
+    def write(self, key: bytes, record: memoryview) -> None:
         self.num_written += key not in self.values
         if self.num_written > 2 * NUM_CHUNKS:
             raise OSError("no room")
-        super().write(key, payload)
+        super().write(key, record)
 
 
-@pytest.mark.parametrize("tier", [Aliasing, ShortKeys, Stubborn, Silent, Strict, Leaking])
+class Uncleared(MemoryTier):
+    def clear(self) -> None:
+        pass
+
+
+class Persistent(MemoryTier):
+    """Keeps its values, as the spec's worker left them; a fresh store for each check."""
+
+    store: dict[bytes, bytes]
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.values = self.store
+
+    def stored_keys(self) -> Sequence[bytes]:
+        return list(self.values)
+
+    def close(self) -> None:
+        pass
+
+
+class OfOtherModels(Persistent):
+    """Lists what was written under any fingerprint, and does not move a key that is written again to the end."""
+
+
+class ClearedForNow(Persistent):
+    """Reads what is left of an earlier run once more after a restart."""
+
+    def clear(self) -> None:
+        self.values = {}
+
+
+@pytest.mark.parametrize(
+    "tier", [Aliasing, ShortKeys, Stubborn, Silent, Strict, Leaking, Uncleared, OfOtherModels, ClearedForNow]
+)
 def test_the_suite_finds_what_is_wrong(tier):
     failed = []
     for check in CHECKS:
+        if issubclass(tier, Persistent):
+            tier.store = {}
         try:
             check(tier)
         except BaseException as e:  # pytest's failures are no Exceptions
@@ -94,7 +130,7 @@ class Unfinished(StorageTier):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("memory", "TPU_OFFLOAD_STORAGE_TIER=memory: there is no storage tier of this name; expected module:Class"),
+        ("memory", "TPU_OFFLOAD_STORAGE_TIER=memory: there is no storage tier of this name; expected one of file"),
         ("no_such_module:Tier", "no_such_module cannot be imported .ModuleNotFoundError"),
         (f"{__name__}:Missing", "Missing in .* is None; expected a class derived from"),
         (f"{__name__}:CHECKS", r"CHECKS in .* is \[.*; expected a class derived from"),
@@ -112,5 +148,5 @@ def test_a_bad_name_is_one_clear_line(name, message):
 
 def test_the_error_lists_the_registered_names(monkeypatch):
     monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
-    with pytest.raises(ConfigError, match="expected one of memory, or module:Class"):
+    with pytest.raises(ConfigError, match="expected one of file, memory, or module:Class"):
         make_tier("memroy", SPEC)

@@ -1,6 +1,7 @@
 """`tpu-offload replay`: serves one workload without and with offloading, and compares outputs and times.
 
-With `--preempt` it compares request swap with recompute of preempted requests.
+With `--preempt` it compares request swap with recompute of preempted requests. With `--restart` it serves with
+offloading twice, by two engines with one storage tier.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
 from tpu_offload.errors import InputError
 from tpu_offload.measure import check_backend
-from tpu_offload.replay import comparison, preempt, setup
+from tpu_offload.replay import comparison, preempt, restart, setup
 
 _DEFAULT_NUM_DEVICES = 4
 _MAX_PROCESSES = 64
@@ -38,6 +39,7 @@ _DEFAULTS = {
 
 @click.command(cls=Command, exclusive=[SOURCES])
 @click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption instead")
+@click.option("--restart", "restarts", is_flag=True, help="serve with offloading, stop, and serve again from storage")
 @number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
 @number("--processes", "processes that share the model, on the CPU (1)", high=_MAX_PROCESSES, default=1)
 @number("--devices", f"--processes: devices of each ({_DEFAULT_NUM_DEVICES})", high=_MAX_PROCESSES)
@@ -48,6 +50,7 @@ def command(
     /,
     *,
     is_preempt: bool,
+    restarts: bool,
     rounds: int | None,
     processes: int,
     devices: int | None,
@@ -63,7 +66,11 @@ def command(
         raise InputError(f"--processes {processes} with --preempt; expected one of them")
     if devices is not None and processes == 1:
         raise InputError(f"--devices {devices} requires --processes of at least 2")
+    if restarts and (is_preempt or processes > 1):
+        raise InputError("--restart with --preempt or --processes; expected one of them")
     offload = OffloadConfig.from_env()
+    if restarts and not offload.storage_chunks:
+        raise InputError("--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER, such as file, and its size")
     check_backend()
     if is_preempt:
         options = serving_options(flags, engine=preempt.ENGINE, model=preempt.MODEL)
@@ -74,10 +81,11 @@ def command(
     options = serving_options(flags, engine=_SIZES, model=_model_for(num_devices))
     sized = comparison.size_setup(options, offload)
     if processes == 1:
-        return _print_report(sized, _report(comparison.serve_twice, sized, sized, json, argv))
-    with setup.start_hosts(sized.model, num_hosts=processes, num_devices=num_devices // processes) as hosts:
-        compare = functools.partial(comparison.serve_twice, hosts=hosts)
+        compare = restart.serve_and_restart if restarts else comparison.serve_twice
         return _print_report(sized, _report(compare, sized, sized, json, argv))
+    with setup.start_hosts(sized.model, num_hosts=processes, num_devices=num_devices // processes) as hosts:
+        on_hosts = functools.partial(comparison.serve_twice, hosts=hosts)
+        return _print_report(sized, _report(on_hosts, sized, sized, json, argv))
 
 
 def _model_for(num_devices: int) -> ModelConfig:
@@ -104,6 +112,12 @@ def _print_report(sized: setup.Setup, report: dict[str, Any]) -> int:
     if report["loaded_share_of_recomputed"] is not None:
         share = report["loaded_share_of_recomputed"]
         console.print(f"Loaded from the host: {share:.0%} of the prompt tokens that the baseline recomputed.")
+    if again := report.get("restart"):
+        asked, found = again["stored_tokens_asked_again"], again["found_tokens"]
+        share = f" ({found / asked:.1%})" if asked else ""
+        console.print(
+            f"Found after the restart: {found} of {asked} tokens that were stored and asked for again{share}."
+        )
     same = f"every token of the {report['num_compared']} requests that both runs finished"
     return print_outcome(console, report, same=same)
 

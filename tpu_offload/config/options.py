@@ -201,11 +201,11 @@ class OffloadConfig(pydantic.BaseModel):
     )
     storage_tier: str = Field(
         "",
-        description="Storage tier below the host tier, by name, or `module:Class` of your own; empty for none. No tier "
-        "ships yet. Not for models that span several hosts.",
+        description="Storage tier below the host tier: `file`, or `module:Class` of your own; empty for none. Not for "
+        "models that span several hosts.",
     )
     storage_options: str = Field(
-        "", description="Options of the storage tier, such as a directory; see the documentation of the tier."
+        "", description="Options of the storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=auto|off]`."
     )
     num_storage_chunks: int = Field(
         0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."

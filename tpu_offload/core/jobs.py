@@ -259,6 +259,7 @@ class JobTable:
         num_valid_tokens: int = 0,
         checkpoint: Checkpoint | None = None,
         deleted_keys: tuple[ChunkKey, ...] = (),
+        clears_storage: bool = False,
         nbytes: int = 0,
     ) -> Job:
         """Creates a job, which now owns the resources that the caller has acquired for it.
@@ -268,7 +269,7 @@ class JobTable:
           parts: what moves.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
-          num_staging_blocks, deleted_keys: see `CopyJob`.
+          num_staging_blocks, deleted_keys, clears_storage: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
@@ -280,6 +281,7 @@ class JobTable:
             num_staging_blocks=num_staging_blocks,
             chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
             deleted_keys=deleted_keys,
+            clears_storage=clears_storage,
         )
         self._next_job_id += 1
         job = Job(

@@ -1,5 +1,6 @@
 """The requests that the scheduler tracks, and the namespace of their chunk keys."""
 
+import secrets
 from typing import final
 
 from tpu_offload import hashing
@@ -13,6 +14,9 @@ from tpu_offload.layout import KVLayout
 class KeySpace:
     """The suffix of all chunk keys. Each reset changes it, so that no earlier entry is found.
 
+    Before the first reset it is the same in all processes with this layout, so that stored chunks are found again.
+    After one, the model may be another than the layout says, so no other process has the same.
+
     Args:
       layout: what a block is made of.
       blocks_per_chunk: blocks in a chunk.
@@ -21,16 +25,16 @@ class KeySpace:
     def __init__(self, layout: KVLayout, *, blocks_per_chunk: int) -> None:
         self._fingerprint = layout.fingerprint()
         self._blocks_per_chunk = blocks_per_chunk
-        self._num_resets = 0
+        self._epoch = 0
         self.namespace = self._make()
 
     def reset(self) -> None:
         """Changes the namespace."""
-        self._num_resets += 1
+        self._epoch = secrets.randbits(63) + 1
         self.namespace = self._make()
 
     def _make(self) -> bytes:
-        return hashing.key_namespace(self._fingerprint, blocks_per_chunk=self._blocks_per_chunk, epoch=self._num_resets)
+        return hashing.key_namespace(self._fingerprint, blocks_per_chunk=self._blocks_per_chunk, epoch=self._epoch)
 
 
 @final

@@ -60,6 +60,7 @@ from tpu_offload.core.validate import (
 )
 from tpu_offload.core.workers import Workers, expected_setups
 from tpu_offload.errors import RequestError
+from tpu_offload.hashing import last_block_hash
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, CacheEpoch, StepPlan, StepReport
@@ -110,7 +111,7 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
-        self._storage = StoragePlanner(context, mark_lost=self._transfers.mark_lost)
+        self._storage = StoragePlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
         self._transfers.on_saved(self._storage.offer)
         self._swap = RequestSwap(context)
         self._workers = Workers(
@@ -446,6 +447,10 @@ class OffloadScheduler:
         A call returns at most 10,000 chunks, so that none takes long; later calls return the rest.
         """
         return inspection.take_events(self._index)
+
+    def stored_block_hashes(self) -> frozenset[BlockHash]:
+        """Of each chunk in storage, the hash of its last block. O(chunks)."""
+        return frozenset(map(last_block_hash, self._storage.stored_keys()))
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""

@@ -4,15 +4,21 @@ A *cascade* writes chunks to storage after their save has finished. A *promotion
 lookup needs next; until it ends, the lookup is ARRIVING. Both are kinds of job like any other: every worker has to
 report them, and they have a deadline and one end.
 
-Only the scheduler knows which chunks are stored: a set of keys in LRU order. A chunk is stored once every worker has
-written it. It occupies storage from the planning of its write until every worker has deleted it, so no tier ever holds
-more than `num_storage_chunks`. A deletion is sent as a cascade without chunks.
+The scheduler has the index of what is stored: a set of keys in LRU order. A chunk is stored once every worker has
+written it, or had it when it started (`adopt`). It occupies storage from the planning of its write until every worker
+has deleted it, so no tier ever holds more than `num_storage_chunks`. A deletion is sent as a cascade without chunks,
+and so is the order to clear storage.
+
+A reset clears storage: until every worker has reported that, durably, nothing is written and nothing is found. If all
+processes die before, what was stored before the reset is found again by a process whose fingerprint is the same, that
+is, one with the weights that it was computed with. What was saved after a reset is never found by another process: its
+keys are of another namespace (`request_table.KeySpace`), since nobody knows which weights it was computed with.
 """
 
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
@@ -39,10 +45,13 @@ class StoragePlanner:
 
     Args:
       context: the scheduler's shared state.
+      num_workers: workers that report each step.
       mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
     """
 
-    def __init__(self, context: TierContext, *, mark_lost: Callable[[Sequence[ChunkKey]], None]) -> None:
+    def __init__(
+        self, context: TierContext, *, num_workers: int, mark_lost: Callable[[Sequence[ChunkKey]], None]
+    ) -> None:
         config, layout = context.config, context.layout
         self._index = context.index
         self._jobs = context.jobs
@@ -68,6 +77,11 @@ class StoragePlanner:
         self._writing: set[ChunkKey] = set()
         self._promoting: set[ChunkKey] = set()
         self._num_deleting = 0
+        self._must_clear = self._is_clearing = False
+        self._keys = context.keys
+        self._listings: dict[int, Sequence[ChunkKey]] = {}  # by worker, until all have started
+        self._num_workers = num_workers
+        self._has_adopted = False
         self._jobs.on_end(*_KINDS, call=self._ended)
 
     # Planning.
@@ -121,10 +135,15 @@ class StoragePlanner:
     @property
     def has_plans(self) -> bool:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
+        if self._must_clear:
+            return not self._is_clearing and self._deletions.admits(_ACCOUNT)
         return bool(self._candidates) and self._writes.admits(_ACCOUNT)
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions and the cascade of the coming step."""
+        if self._must_clear:
+            self._plan_clear(now_s)
+            return
         if not (self._candidates or self._to_delete):
             return
         writes = bool(self._candidates) and self._writes.admits(_ACCOUNT)
@@ -137,6 +156,12 @@ class StoragePlanner:
             self._plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, deleted=deleted)
         if writes:
             self._plan_cascade(now_s)
+
+    def _plan_clear(self, now_s: float) -> None:
+        """Nothing else is planned before it has succeeded."""
+        if not self._is_clearing and self._deletions.admits(_ACCOUNT):
+            self._is_clearing = True
+            self._plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, clears=True)
 
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
@@ -166,14 +191,57 @@ class StoragePlanner:
     # Resets and losses.
 
     def reset(self) -> None:
-        """The stored KV is invalid, or a worker has lost its shard: deletes all of it and fails the jobs in flight."""
+        """The stored KV is invalid: has storage cleared and fails the jobs in flight."""
+        if not self._num_chunks:
+            return
+        self._must_clear = True
         self._candidates.clear()
-        if len(self._to_delete) < len(self._stored):  # O(the smaller of them)
-            self._to_delete, self._stored = self._stored, self._to_delete
-        self._to_delete.update(self._stored)
+        self._to_delete.clear()
         self._stored.clear()
+        self._fail_jobs("storage was cleared")
+
+    def adopt(self, worker_id: int, listed: Sequence[ChunkKey]) -> None:
+        """A worker has started, for the first time or again, and has these chunks in storage, oldest first.
+
+        A chunk is stored if all workers have it. Jobs in flight fail: the worker has lost them.
+        """
+        if not self._num_chunks:
+            return
+        self._candidates.clear()
+        self._fail_jobs(f"worker {worker_id} has restarted")
+        if not self._has_adopted:
+            self._listings[worker_id] = listed
+            if len(self._listings) < self._num_workers:
+                return
+            self._restore(list(self._listings.values()))
+            self._has_adopted, self._listings = True, {}
+        else:
+            own = set(listed)
+            for key in [key for key in self._stored if key not in own]:
+                self._forget(key)
+            self._delete_unknown(listed)
+
+    def _restore(self, listings: Sequence[Sequence[ChunkKey]]) -> None:
+        """Takes what all workers have as stored."""
+        if self._must_clear:  # it is from before the reset
+            return
+        first, *others = listings
+        common = set(first).intersection(*others)
+        restored = [key for key in first if key in common and key.endswith(self._keys.namespace)]
+        self._stored.update(dict.fromkeys(restored))
+        self._counts.restored_chunks += len(restored)
+        self._delete_unknown(itertools.chain(*listings))
+
+    def _delete_unknown(self, listed: Iterable[ChunkKey]) -> None:
+        for key in listed:
+            if key not in self._stored and key not in self._writing:
+                self._to_delete[key] = None
+        if self._room() < 0:  # the workers have different chunks, as if they were of different engines
+            self.reset()
+
+    def _fail_jobs(self, why: str) -> None:
         for job in self._jobs.of(*_KINDS):
-            job.mark_failed("storage was cleared")
+            job.mark_failed(why)
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: fails the chunks that jobs read from or write to it."""
@@ -230,14 +298,17 @@ class StoragePlanner:
         *,
         now_s: float,
         deleted: tuple[ChunkKey, ...] = (),
+        clears: bool = False,
     ) -> None:
+        label = f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
         job = self._jobs.plan(
             kind,
             (),
-            request=f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks",
+            request="all of storage" if clears else label,
             keys=tuple(keys),
             slots=tuple(slots),
             deleted_keys=deleted,
+            clears_storage=clears,
             nbytes=len(keys) * self._chunk_nbytes,
             breaker=breaker,
             deadline_s=now_s + self._timeout_s,
@@ -275,6 +346,10 @@ class StoragePlanner:
 
     def _end_cascade(self, job: Job, bad: Container[int]) -> None:
         """Chunks that every worker has written are stored; the others, and failed deletions, are deleted again."""
+        if job.wire.clears_storage:
+            self._is_clearing = False
+            self._must_clear = job.all_failed
+            return
         self._writing.difference_update(job.keys)
         for i, key in enumerate(job.keys):
             if i in bad:
@@ -303,6 +378,10 @@ class StoragePlanner:
             num_breaker_openings=stats.num_breaker_openings + sum(breaker.num_opened for breaker in breakers),
             num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
         )
+
+    def stored_keys(self) -> list[ChunkKey]:
+        """Chunks that are stored, least recently used first."""
+        return list(self._stored)
 
     def pending(self) -> list[ChunkKey]:
         """Chunks that promotions have made PENDING."""

@@ -302,6 +302,9 @@ def _setup_error(setup: Any) -> str:
         or not (type(buckets) is tuple and _are_counts(buckets))
     ):
         return f"the setup of a worker is {setup!r:.200}; expected counts and names"
+    stored = setup.stored_keys
+    if type(stored) is not tuple or not all(type(key) is bytes and key for key in stored):
+        return "the stored keys of a worker are not a tuple of bytes"
     return ""
 
 

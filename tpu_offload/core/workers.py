@@ -5,6 +5,7 @@ scheduler waits for. Each sends its settings with its first reports (`WorkerSetu
 before anything else of the report is applied.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -103,7 +104,7 @@ class Workers:
                 "each process one OffloadWorker with a worker_id= of its own, 0 to num_workers - 1"
             )
         # Kept even on a mismatch: the other workers may be about to restart with the same settings.
-        self._setups[worker_id] = setup
+        self._setups[worker_id] = dataclasses.replace(setup, stored_keys=())  # they are many
         self._check_same(worker_id, setup)
 
     def note_report(self, report: StepReport) -> None:

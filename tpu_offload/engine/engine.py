@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tpu_offload import BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError
+from tpu_offload import BlockHash, BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.hosts import HostOutput, HostRunner, Hosts
@@ -17,6 +17,7 @@ from tpu_offload.engine.sequence import ScheduledTokens, Sequence, sample_id
 
 _logger = logging.getLogger(__name__)
 
+_SETTLE_S = 0.001  # between two looks at copies, which other threads make
 _MOSTLY = 0.75  # a step counts as prefill for rate measurements from this share of prompt tokens on
 
 
@@ -189,6 +190,16 @@ class Engine:
         """
         if self._offload:
             self._offload.wait_until_allocated()
+
+    def settle(self) -> None:
+        """Steps an engine without requests until no copy is in flight, so that storage has all that it will get."""
+        while self._offload and self._offload.has_jobs:
+            self.step()
+            time.sleep(_SETTLE_S)
+
+    def stored_block_hashes(self) -> frozenset[BlockHash]:
+        """Of each chunk in the storage tier, the hash of its last block; empty without one."""
+        return self._offload.stored_block_hashes() if self._offload else frozenset()
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counts."""

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from tpu_offload import (
+    BlockHash,
     CachedPrefix,
     FusedOutcome,
     FusedStep,
@@ -99,6 +100,8 @@ class Offloading:
         self._worker = workers or OffloadWorker(
             config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier
         )
+        if self._has_storage:  # what it holds is known before the first lookup
+            self.poll(wait=False)
 
     def look_up(self, sequence: Sequence, *, num_computed_tokens: int) -> int | None:
         """Looks up the host tier beyond the blocks found in HBM. Then call `start_load` or `release`.
@@ -320,6 +323,15 @@ class Offloading:
         """Blocks until all host memory is allocated, and reports it to the scheduler."""
         self._worker.wait_until_allocated()
         self.poll(wait=False)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether copies are in flight or to be planned."""
+        return self._scheduler.has_jobs
+
+    def stored_block_hashes(self) -> frozenset[BlockHash]:
+        """Of each chunk in storage, the hash of its last block."""
+        return self._scheduler.stored_block_hashes()
 
     def stats(self) -> OffloadStats:
         """The library's counters."""

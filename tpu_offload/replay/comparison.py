@@ -80,7 +80,6 @@ def serve_twice(
       hosts: the processes that run the model in both runs. Then it is served once more, without offloading, in this
         process, and both runs are compared with that one.
     """
-    block_size = setup.engine.block_size
     alone = serve_once(setup, None, on_finish=start("one process"), stop=stop)[0] if hosts is not None else None
     baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop, hosts=hosts)
     offload, stats = serve_once(setup, setup.offload, on_finish=start("offload"), stop=stop, hosts=hosts)
@@ -90,15 +89,25 @@ def serve_twice(
             found, num_both = find_differences(alone.records, run.records, names=("one process", name))
             differences += found
             num_compared = min(num_compared, num_both)
-    one = run_numbers(baseline, block_size=block_size)
-    other = run_numbers(offload, block_size=block_size) | offload_numbers(stats or OffloadStats())
+    report = report_runs(setup, baseline, offload, stats or OffloadStats())
     if stats and offload.complete and hosts is None:
-        other["transfers"]["copy_rates"] = _copy_rates(setup)
+        report["offload"]["transfers"]["copy_rates"] = _copy_rates(setup)
+    num_processes, num_devices = (hosts.num_hosts, hosts.num_devices) if hosts else (1, 1)
+    return {
+        **report,
+        "processes": {"num": num_processes, "num_devices": num_devices},
+        **outcome([difference.as_dict() for difference in differences], num_compared),
+    }
+
+
+def report_runs(setup: Setup, baseline: ServedRun, offload: ServedRun, stats: OffloadStats) -> dict[str, Any]:
+    """What was measured in a run without and one with offloading, for the JSON file."""
+    block_size = setup.engine.block_size
+    one = run_numbers(baseline, block_size=block_size)
+    other = run_numbers(offload, block_size=block_size) | offload_numbers(stats)
     recomputed = one["prompt_tokens"]["recomputed"]
     return {
         **describe(setup),
-        "processes": {"num": hosts.num_hosts if hosts else 1, "num_devices": hosts.num_devices if hosts else 1},
-        **outcome([difference.as_dict() for difference in differences], num_compared),
         "loaded_share_of_recomputed": other["prompt_tokens"]["host"] / recomputed if recomputed else None,
         "host_hits": hit_ttfts(baseline, offload),
         "baseline": one,

@@ -323,6 +323,7 @@ def serve_once(
     on_finish: Callable[[], None],
     stop: Callable[[], bool],
     hosts: Hosts | None = None,
+    on_end: Callable[[Engine], None] = lambda engine: None,
 ) -> tuple[ServedRun, OffloadStats | None]:
     """Serves the workload with a fresh engine, after compilation; serves nothing if `stop` is already True.
 
@@ -332,6 +333,7 @@ def serve_once(
       on_finish: called after each request.
       stop: called before each step; True ends the run.
       hosts: the processes that run the model; None runs it in this one.
+      on_end: called with the engine before it is closed.
     Returns:
       The run, and the library's counters.
     """
@@ -349,4 +351,5 @@ def serve_once(
             on_finish=on_finish,
             stop=stop,
         )
+        on_end(engine)
         return run, engine.offload_stats()

@@ -1,13 +1,13 @@
-"""The interface of a storage tier: bytes by key, for one worker.
+"""The interface of a storage tier: records by key, for one worker.
 
 The scheduler decides which chunks are written, read, and deleted to make room; a tier only stores bytes. It need not
-detect corruption: the reader verifies a checksum, and lost or changed bytes are a miss.
+detect corruption: the reader verifies each record (`storage.format`), and lost or changed bytes are a miss.
 """
 
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, final
 
 
 @final
@@ -16,15 +16,16 @@ class StorageSpec:
     """The parameters of a tier.
 
     Attributes:
-      payload_nbytes: size of every value.
-      num_chunks: capacity; the most keys that the tier holds at a time, including those being written or deleted.
+      record_nbytes: size of every record; a multiple of `format.PAGE_NBYTES`.
+      num_chunks: capacity; the most keys that the scheduler has in the tier at a time, including those being written or
+        deleted. A private tier holds no more, what earlier incarnations left included.
       worker_id: the worker; each holds its own shards of the chunks, under the same keys.
-      fingerprint: of the model and all else that the bytes depend on, in hex. Bytes written under another one are
-        invalid.
+      fingerprint: of the model and all else that the bytes depend on, 16 bytes in hex. A tier never gives back what was
+        written under another one.
       options: `TPU_OFFLOAD_STORAGE_OPTIONS`, for the tier to interpret.
     """
 
-    payload_nbytes: int
+    record_nbytes: int
     num_chunks: int
     worker_id: int
     fingerprint: str
@@ -32,36 +33,46 @@ class StorageSpec:
 
 
 class StorageTier(abc.ABC):
-    """Payloads by key. A ConfigError from the constructor stops the engine's start.
+    """Records by key. A ConfigError from the constructor stops the engine's start.
 
-    `write`, `read` and `delete` may block. Several I/O threads call them concurrently, never the thread that dispatches
-    the model. Writes and deletions of one key are never concurrent. A read may be concurrent with them only after it
-    timed out or storage was cleared; its result is ignored then. An exception fails the chunks of that call only; while
-    calls keep failing, they are suspended for increasing intervals.
+    `write`, `read`, `delete` and `clear` may block. Several I/O threads call them concurrently, never the thread that
+    dispatches the model. Writes and deletions of one key are never concurrent, and nothing is written or deleted during
+    `clear`. A read may be concurrent with them only after it timed out or storage was cleared; its result is ignored
+    then. An exception fails the chunks of that call only; while calls keep failing, they are suspended for increasing
+    intervals.
+
+    Attributes:
+      is_shared: other processes write to it too, so that it may hold keys which nobody in this process has written.
+      generation: the header of every record carries the generation of its writing, and a record of another generation
+        is not used. A tier that cannot erase everything durably in one step changes it in `clear`, to a number that was
+        never used before. 0 if it is not needed.
     """
 
+    is_shared: ClassVar[bool] = False
+    generation: int = 0
+
     def __init__(self, spec: StorageSpec) -> None:
-        """Makes a tier. Values that an earlier incarnation of this worker wrote are never read."""
+        """Makes a tier."""
         self.spec = spec
 
     @abc.abstractmethod
-    def write(self, key: bytes, payload: memoryview) -> None:
-        """Stores `payload_nbytes` bytes, replacing the key's earlier value.
+    def write(self, key: bytes, record: memoryview) -> None:
+        """Stores a record, replacing the key's earlier one.
 
         Args:
-          key: at most a few hundred bytes.
-          payload: read-only, page-aligned; must not be used after the call.
+          key: at most `format.MAX_KEY_NBYTES` bytes.
+          record: `record_nbytes` bytes, read-only, page-aligned; must not be used after the call.
         Raises:
-          OSError: the payload is not stored.
+          OSError: the record is not stored; what was there before may be gone.
         """
 
     @abc.abstractmethod
-    def read(self, key: bytes, payload: memoryview) -> None:
-        """Fills all of `payload`.
+    def read(self, key: bytes, record: memoryview) -> None:
+        """Fills all of `record`.
 
         Args:
           key: the key.
-          payload: `payload_nbytes` bytes, writable, page-aligned; must not be used after the call.
+          record: `record_nbytes` bytes, writable, page-aligned; must not be used after the call.
         Raises:
           KeyError: there is no such key.
           OSError: the bytes cannot be read.
@@ -73,6 +84,23 @@ class StorageTier(abc.ABC):
 
         Raises:
           OSError: some of them may still be stored.
+        """
+
+    def stored_keys(self) -> Sequence[bytes]:
+        """Keys that earlier incarnations of this worker left and that may be readable, each once.
+
+        Called once, before all other calls, by the thread that makes the tier. They count against `num_chunks`. Those
+        that were written first come first, as far as the tier knows. An entry may turn out to be unreadable; it is then
+        deleted. A tier that keeps nothing, and one whose keys are found by asking for them, returns none.
+        """
+        return ()
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Empties the tier, durably: nothing stored before is ever listed or read again, also after a restart.
+
+        Raises:
+          OSError: something may still be stored. It is called again before anything is written.
         """
 
     @abc.abstractmethod

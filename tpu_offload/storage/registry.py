@@ -7,7 +7,7 @@ from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.values import one_line
 
-STORAGE_TIERS: dict[str, str] = {}
+STORAGE_TIERS: dict[str, str] = {"file": "tpu_offload.storage.file:FileTier"}
 """The `module:Class` of each tier, by name; modules are imported on use."""
 
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="

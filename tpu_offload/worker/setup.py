@@ -10,6 +10,7 @@ from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
 from tpu_offload.values import as_count, one_line
+from tpu_offload.worker.storage_io import StorageCopies
 from tpu_offload.worker.tier import TierCopies
 
 
@@ -51,7 +52,11 @@ def check_count(name: str, value: Any) -> int:
 
 
 def describe_setup(
-    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], tier: TierCopies | None
+    config: OffloadConfig,
+    layout: KVLayout,
+    kv_caches: Sequence[Any],
+    tier: TierCopies | None,
+    storage: StorageCopies | None,
 ) -> WorkerSetup:
     """What the scheduler compares with its own settings and with those of the other workers.
 
@@ -60,6 +65,7 @@ def describe_setup(
       layout: what a block is made of.
       kv_caches: the caches; only their sharding is read.
       tier: the host tier; None without one.
+      storage: the copies to and from its storage tier; None without one.
     """
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
     segments = config.host_segments(layout) if config.enabled else None
@@ -78,4 +84,5 @@ def describe_setup(
         bucket_blocks=tuple(config.block_size_buckets),
         max_swap_blocks=config.max_swap_blocks(layout),
         storage_chunks=config.storage_chunks,
+        stored_keys=storage.stored_keys if storage is not None else (),
     )

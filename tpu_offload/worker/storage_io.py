@@ -2,11 +2,12 @@
 
 The thread that dispatches the model never waits for storage. A cascade copies each slot into a separate array, in
 program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
-I/O thread reads into a buffer and verifies the checksum; `collect` then dispatches the copy into the slot. I/O threads
-never access segments.
+I/O thread reads into a buffer and verifies the record (`storage.format`); `collect` then dispatches the copy into the
+slot. I/O threads never access segments.
 
 Reads and writes use separate threads, so no read waits behind a write. One thread does all writes and deletions of a
-key, in the order of their jobs, so a late write never lands after the deletion that follows it.
+key, in the order of their jobs, so a late write never lands after the deletion that follows it. When storage is
+cleared, the other threads that write wait.
 """
 
 import dataclasses
@@ -17,7 +18,6 @@ import queue
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -29,7 +29,8 @@ from tpu_offload.config import ENV_PREFIX, OffloadConfig
 from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.kernels import SlotCopier
 from tpu_offload.layout import KVLayout
-from tpu_offload.storage import StorageSpec, StorageTier, make_tier
+from tpu_offload.storage import RecordFormat, StorageSpec, StorageTier, make_tier
+from tpu_offload.storage.format import FINGERPRINT_NBYTES, PAGE_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import HostMemory, error_line
@@ -39,7 +40,7 @@ from tpu_offload.worker.validate import storage_job_error
 _logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 2  # for reads, and two more for writes
-_PAGE_NBYTES = 4096
+_STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -47,15 +48,15 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Item:
-    """One task of an I/O thread: to read or write one chunk, or to delete some keys.
+    """One task of an I/O thread: to read or write one chunk, to delete some keys, or to clear storage.
 
     Attributes:
       job_id: its job.
       positions: of the chunk or keys in the job, as in `JobResult.failed_blocks`.
-      keys: the chunk's key, or those to delete.
-      slot: the chunk's; None for a deletion.
+      keys: the chunk's key, or those to delete; none to clear storage.
+      slot: the chunk's; None for a deletion or to clear storage.
       payload: for a cascade, the copy of the slot, per page group; dropped once it is packed.
-      data: for a promotion, the bytes, once they are read.
+      data: for a promotion, the payload, once it is read and verified.
       error: in one line; empty if nothing failed.
     """
 
@@ -107,22 +108,36 @@ class StorageCopies:
         self._copiers = [
             SlotCopier(memory.spec, memory.arena, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
         ]
+        # The layout's fingerprint names model and geometry, but not the shards.
         formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
-        spec = StorageSpec(
+        fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
+        record_format = RecordFormat(
+            fingerprint=fingerprint.digest(),
+            worker_id=worker_id,
+            num_shards=len(kv_caches[0].sharding.addressable_devices),
             payload_nbytes=sum(copier.payload_nbytes for copier in self._copiers),
+        )
+        spec = StorageSpec(
+            record_nbytes=record_format.record_nbytes,
             num_chunks=config.num_storage_chunks,
             worker_id=worker_id,
-            fingerprint=hashlib.blake2b(repr(formats).encode(), digest_size=16).hexdigest(),
+            fingerprint=fingerprint.hexdigest(),
             options=config.storage_options,
         )
         if not config.skip_jax_precompile:
             for copier in self._copiers:
                 copier.compile()
-        self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, payload_nbytes=spec.payload_nbytes)
+        self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, record_format)
+        self._stored_keys = self._list_stored_keys()
         self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
         self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
+
+    @property
+    def stored_keys(self) -> tuple[ChunkKey, ...]:
+        """What earlier incarnations of this worker left in storage, oldest first."""
+        return self._stored_keys
 
     @property
     def has_flights(self) -> bool:
@@ -149,8 +164,11 @@ class StorageCopies:
             self._jobs.drop_ref([job.job_id])
 
     def cascade(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to delete keys, then dispatches copies of slots and starts to write them."""
+        """Starts to clear storage or delete keys, then dispatches copies of slots and starts to write them."""
         for job in self._accept(jobs):
+            if job.clears_storage:
+                item = self._begin(job, (), ())
+                self._writers.submit_alone(functools.partial(self._io.clear, item))
             deleted: dict[int, list[int]] = {}
             for i, key in enumerate(job.deleted_keys):
                 deleted.setdefault(self._writers.index(key), []).append(i)
@@ -204,6 +222,19 @@ class StorageCopies:
             _logger.error("the storage tier failed to close: %s", error_line(e))
 
     # Inside.
+
+    def _list_stored_keys(self) -> tuple[ChunkKey, ...]:
+        tier = self._io.tier
+        try:
+            keys = tuple(map(ChunkKey, tier.stored_keys()))
+        except Exception as e:  # the tier may be the user's own
+            tier.close()
+            raise ConfigError(
+                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: what it has stored cannot be listed ({error_line(e)})"
+            ) from e
+        if keys:
+            _logger.info("storage holds %d chunks of an earlier run", len(keys))
+        return keys
 
     def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
         """Starts the valid jobs; the others fail."""
@@ -308,44 +339,50 @@ class StorageCopies:
 class _StorageIO:
     """The methods and state of the I/O threads. Each method appends its item to `done`, and never raises."""
 
-    def __init__(self, tier: StorageTier, copiers: Sequence[SlotCopier], *, payload_nbytes: int) -> None:
+    def __init__(self, tier: StorageTier, copiers: Sequence[SlotCopier], record_format: RecordFormat) -> None:
         self.tier = tier
         self.done: deque[_Item] = deque()
         self._copiers = copiers
-        self._payload_nbytes = payload_nbytes
-        self._checksums: dict[ChunkKey, int] = {}  # of the bytes last written for each key
+        self._format = record_format
         self._local = threading.local()
 
     def write(self, item: _Item) -> None:
         """Writes a chunk, once its payload is ready."""
         (key,) = item.keys
         try:
-            data: Bytes | None = getattr(self._local, "data", None)
-            if data is None:
-                data = self._local.data = _page_aligned(self._payload_nbytes)
-            start = 0
+            record: Bytes | None = getattr(self._local, "record", None)
+            if record is None:
+                record = self._local.record = _page_aligned(self._format.record_nbytes)
+            start = PAGE_NBYTES
             for copier, payload in zip(self._copiers, item.payload or (), strict=True):
-                copier.pack(payload, data[start : start + copier.payload_nbytes])
+                copier.pack(payload, record[start : start + copier.payload_nbytes])
                 start += copier.payload_nbytes
             item.payload = None
-            checksum = zlib.crc32(data)
-            self._checksums.pop(key, None)
-            self.tier.write(key, memoryview(data).toreadonly())
-            self._checksums[key] = checksum
+            view = memoryview(record)
+            self._format.seal(view, key, generation=self.tier.generation)
+            self.tier.write(key, view.toreadonly())
         except BaseException as e:  # the tier may be the user's own, and nothing it raises may end the thread
             item.error = error_line(e)
         self.done.append(item)
 
     def read(self, item: _Item) -> None:
-        """Reads a chunk and verifies that its bytes are those that were written."""
+        """Reads a chunk and verifies that it is the record that was written for the key."""
         (key,) = item.keys
         try:
-            checksum = self._checksums[key]
-            data = _page_aligned(self._payload_nbytes)
-            self.tier.read(key, memoryview(data))
-            if zlib.crc32(data) != checksum:
-                raise TransferError("storage returned other bytes than were written")
-            item.data = data
+            record = _page_aligned(self._format.record_nbytes)
+            view = memoryview(record)
+            generation = self.tier.generation  # before the read: one that overlaps a `clear` is not used
+            self.tier.read(key, view)
+            payload = self._format.verify(view, key, generation=generation)
+            item.data = record[PAGE_NBYTES : PAGE_NBYTES + len(payload)]
+        except BaseException as e:  # as above
+            item.error = error_line(e)
+        self.done.append(item)
+
+    def clear(self, item: _Item) -> None:
+        """Empties the tier."""
+        try:
+            self.tier.clear()
         except BaseException as e:  # as above
             item.error = error_line(e)
         self.done.append(item)
@@ -353,8 +390,6 @@ class _StorageIO:
     def delete(self, item: _Item) -> None:
         """Deletes keys."""
         try:
-            for key in item.keys:
-                self._checksums.pop(key, None)
             self.tier.delete(item.keys)
         except BaseException as e:  # as above
             item.error = error_line(e)
@@ -390,6 +425,15 @@ class _Threads:
         """Queues a task, which must not raise."""
         self._queues[self.index(key)].put(task)
 
+    def submit_alone(self, task: Callable[[], None]) -> None:
+        """Queues a task that runs after all earlier ones of every thread, and before all later ones."""
+        last, *others = self._queues
+        arrived = [threading.Event() for _ in others]
+        done = threading.Event()
+        for tasks, event in zip(others, arrived, strict=True):
+            tasks.put(functools.partial(_stand_by, event, done, self._stop))
+        last.put(functools.partial(_run_alone, task, arrived, done, self._stop))
+
     def close(self, until_s: float) -> bool:
         """Ends the threads, dropping queued tasks; False if some are still running at `until_s`."""
         self._finalizer()
@@ -403,6 +447,27 @@ def _run(tasks: queue.SimpleQueue[Callable[[], None] | None], stop: threading.Ev
         if not stop.is_set():
             task()
         task = None  # free its buffers while the queue is empty
+
+
+def _stand_by(arrived: threading.Event, done: threading.Event, stop: threading.Event) -> None:
+    arrived.set()
+    _wait(done, stop)
+
+
+def _run_alone(
+    task: Callable[[], None], arrived: Sequence[threading.Event], done: threading.Event, stop: threading.Event
+) -> None:
+    if all(_wait(event, stop) for event in arrived):
+        task()
+    done.set()
+
+
+def _wait(event: threading.Event, stop: threading.Event) -> bool:
+    """Waits for an event that never comes once the threads are stopped."""
+    while not event.wait(_STOP_CHECK_S):
+        if stop.is_set():
+            return False
+    return True
 
 
 def _stop_threads(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]], stop: threading.Event) -> None:
@@ -424,6 +489,6 @@ class _Done:
 
 
 def _page_aligned(nbytes: int) -> Bytes:
-    memory = np.empty(nbytes + _PAGE_NBYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_NBYTES
+    memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_NBYTES
     return memory[start : start + nbytes]

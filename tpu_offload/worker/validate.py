@@ -66,6 +66,8 @@ def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
             return f"slots {slots!r:.100}; expected 0 to {num_slots - 1}"
         if len(set(keys)) < len(keys) or len(set(slots)) < len(slots) or len(set(deleted)) < len(deleted):
             return "a key or a slot occurs twice"
+        if type(job.clears_storage) is not bool or (job.clears_storage and job.kind is not JobKind.CASCADE):
+            return f"clears_storage is {job.clears_storage!r:.100}; expected a bool, true only of a cascade"
         return ""
     except AttributeError as e:
         return f"it has no {e.name}"

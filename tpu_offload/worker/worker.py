@@ -134,7 +134,7 @@ class OffloadWorker:
                 wrap_copier=wrap_copier,
             )
         self._storage = self._make_storage(config, layout, kv_caches, worker_id=worker_id)
-        setup = describe_setup(config, layout, kv_caches, self._tier)
+        setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._report = StepReport(
             worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup

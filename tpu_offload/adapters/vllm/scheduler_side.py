@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_MAX_STEPS_WITHOUT_LAYOUT = 16  # in which requests wait; with pipeline stages the first report comes some steps later
+
 
 @dataclasses.dataclass(slots=True)
 class _ActiveRequest:
@@ -186,6 +188,8 @@ class SchedulerSide:
             self._unfinished[request_id] = request
             self._limits[request_id] = read_limits(request_id, request.kv_transfer_params, self._warn_of_limits)
         limits = self._limits[request_id]
+        if self._awaits_stored_chunks:
+            return None, False
         if self._offload is None or request_id in self._failed_loads:
             # A request that is to wait for a load has to fit into HBM beside what vLLM has reserved for all that have
             # waited for one. That includes its own blocks, which it has lost, so it could be stuck for ever.
@@ -221,6 +225,12 @@ class SchedulerSide:
             self._background_first_hash[request_id] = first
         self._promised.add(request_id)
         return found.num_tokens, not before_step
+
+    @property
+    def _awaits_stored_chunks(self) -> bool:
+        """Whether the workers' first report, after a step in which requests wait, may say what storage has."""
+        waits = self._offload is None and self._config.storage_chunks > 0
+        return waits and self._num_steps_without_layout < _MAX_STEPS_WITHOUT_LAYOUT
 
     def admit(self, request: "Request", block_tables: Sequence[Sequence[int]], num_loaded_tokens: int) -> None:
         """vLLM has granted blocks; a request with a load waits for it while holding them."""

@@ -41,6 +41,7 @@ from tpu_offload import (
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.model_identity import model_identity
 from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
@@ -443,7 +444,7 @@ def _describe_caches(runner: Any) -> KVLayout:
     return KVLayout.from_caches(
         caches,
         block_size=vllm_config.cache_config.block_size,
-        model=vllm_config.model_config.model,
+        model=model_identity(vllm_config),
         groups=groups,
         states=of_states,
         null_block=NULL_BLOCK if groups or of_states else None,

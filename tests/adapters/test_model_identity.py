@@ -1,0 +1,73 @@
+"""Engines have one identity only if they compute the same KV from the same tokens."""
+
+import copy
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from tests.adapters.engine_config import make_config
+from tpu_offload.adapters.vllm.model_identity import model_identity
+
+pytestmark = pytest.mark.vllm
+
+
+def vllm_config():
+    """One that a test may change: vLLM's own are shared, or frozen."""
+    config = make_config(num_blocks=8)
+    model = copy.copy(config.model_config)
+    model.hf_config = copy.deepcopy(model.hf_config)
+    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
+
+
+def changed(change, config=None):
+    config = config or vllm_config()
+    change(config)
+    return model_identity(config)
+
+
+def test_it_is_reproducible_and_names_the_model():
+    assert model_identity(vllm_config()) == model_identity(vllm_config())
+    assert model_identity(vllm_config()).startswith(vllm_config().model_config.model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: setattr(c.model_config, "revision", "abc"),
+        lambda c: setattr(c.model_config, "dtype", "float64"),
+        lambda c: setattr(c.model_config, "quantization", "fp8"),
+        lambda c: setattr(c.model_config.hf_config, "rope_theta", 12345.0),
+        lambda c: setattr(c.model_config.hf_config, "_commit_hash", "0123"),
+        lambda c: setattr(c.load_config, "load_format", "other"),
+    ],
+)
+def test_what_the_kv_depends_on_changes_it(change):
+    assert changed(change) != model_identity(vllm_config())
+
+
+def test_dummy_weights_are_those_of_their_seed():
+    def identity(load_format, seed):
+        config = vllm_config()
+        config.load_config.load_format, config.model_config.seed = load_format, seed
+        return model_identity(config)
+
+    assert identity("dummy", 1) != identity("dummy", 2)
+    assert identity("auto", 1) == identity("auto", 2)
+
+
+def test_weights_that_changed_in_place_change_it(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(os.urandom(300_000))
+    (tmp_path / "config.json").write_text("{}")
+
+    def identity():
+        return changed(lambda c: setattr(c.model_config, "model", str(tmp_path)))
+
+    before = identity()
+    os.utime(tmp_path / "a.safetensors", (1, 1))
+    assert identity() == before
+    (tmp_path / "a.safetensors").write_bytes(os.urandom(300_000))
+    assert identity() != before
+    (tmp_path / "b.safetensors").write_bytes(b"x")
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    assert identity() not in (before, changed(lambda c: None))

@@ -1,0 +1,61 @@
+"""Names everything in vLLM's configuration that the bytes of a KV block depend on, beside the geometry of the caches.
+
+The host tier dies with its engine, and the name of the model would do. Stored chunks outlive it, so two engines must
+have one name only if they compute the same KV from the same tokens: the same weights, read in the same way, by the same
+version of the model's code.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
+_NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096  # of each file of weights
+_PACKAGES = ("vllm-tpu", "vllm", "tpu-inference", "tpu_inference")
+
+
+def model_identity(vllm_config: "VllmConfig") -> str:
+    """The model, its revision and what its KV depends on, as text. O(files of weights)."""
+    model = vllm_config.model_config
+    load_format = str(vllm_config.load_config.load_format)
+    parts = [
+        model.revision,
+        getattr(model.hf_config, "_commit_hash", None),
+        str(model.dtype),
+        model.quantization,
+        load_format,
+        model.seed if "dummy" in load_format else None,  # dummy weights are random
+        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),  # overrides are applied
+        *_versions(),
+        *_sampled_weights(str(model.model)),
+    ]
+    return f"{model.model} {hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
+
+
+def _versions() -> Iterator[str]:
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _sampled_weights(path: str) -> Iterator[Any]:
+    """Names, sizes and samples of the files in a local directory of weights, which may change under the same name."""
+    if not os.path.isdir(path):
+        return
+    for name in sorted(os.listdir(path)):
+        if name.endswith(_WEIGHTS):
+            with open(os.path.join(path, name), "rb") as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                digest = hashlib.blake2b(digest_size=16)
+                for i in range(_NUM_SAMPLES):
+                    file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_NUM_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_NBYTES))
+            yield name, nbytes, digest.hexdigest()
