@@ -507,13 +507,20 @@ class ChunkIndex:
         num_window = self._checkpoints.num_window_chunks
         if num_window * sum(self._num_used) > self._slots.num_usable * self._num_used[1]:
             self._evict_checkpoints(num_slots, protected)
-        num_short = num_slots - len(self._slots.free)
-        if num_short > 0:
-            self._evictor.protected = protected
-            self._policy.evict(num_short, self._evictor)
-            self._evictor.protected = ()
+        if num_slots > len(self._slots.free):
+            self._evict_chunks(num_slots, protected)
             if num_window:
                 self._evict_checkpoints(num_slots, protected)
+
+    def _evict_chunks(self, num_slots: int, protected: Container[ChunkKey]) -> None:
+        """Has the policy evict until this many slots are free, or nothing more can be evicted."""
+        self._evictor.protected = protected
+        num_before = -1
+        # More than once only while slots are vacated: those of some evicted chunks are not usable.
+        while (num_short := num_slots - len(self._slots.free)) > 0 and self._evictor.num_evicted > num_before:
+            num_before = self._evictor.num_evicted
+            self._policy.evict(num_short, self._evictor)
+        self._evictor.protected = ()
 
     def _evict_checkpoints(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts checkpoints, and the chunks that no request can use without them, until this many slots are free."""
