@@ -13,7 +13,6 @@ import pytest
 from tests.cli.conftest import interrupted_run
 from tpu_offload.cli.main import main
 from tpu_offload.engine.hosts import HostRunner
-from tpu_offload.replay import restart as replay_restart
 from tpu_offload.replay import setup as replay_setup
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -349,7 +348,8 @@ def test_restart(tmp_path, capsys, monkeypatch):
     assert found["restored_chunks"] == found["stored_chunks"] > 0
     assert found["failed_storage_chunks"] == 0
     # A directory that somebody has emptied in between is no error: nothing is found.
-    monkeypatch.setattr(replay_restart, "serve_once", emptying(replay_restart.serve_once, tmp_path / "kv"))
+    emptied = emptying(replay_setup.serve_once, tmp_path / "kv")
+    monkeypatch.setattr("tpu_offload.replay.restart.serve_once", emptied)
     assert replay("--restart", "--requests", "9", "--turns", "3", "--json", str(path)) == 0
     found = json.loads(path.read_text())["restart"]
     assert found["restored_chunks"] == 0

@@ -42,8 +42,9 @@ _SEGMENT_NBYTES = 2**30
 _MAGIC = b"\x89TPUKVD\n"
 _VERSION = 1
 _HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nbytes, slots, generation, fingerprint
-_HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", "V46")])
-_HINT_FIELDS = struct.Struct("<QQH46s")
+_HINT_KEY_NBYTES = 46
+_HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
+_HINT_FIELDS = struct.Struct(f"<QQH{_HINT_KEY_NBYTES}s")
 _SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
 _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (number) and direct (auto or off)"
 
@@ -154,8 +155,10 @@ class FileTier(StorageTier):
         hints = self._directory.read()
         taken = np.flatnonzero(hints["generation"] == self.generation)
         taken = taken[np.argsort(hints["order"][taken], kind="stable")]
-        for slot in taken.tolist():
-            key = self._key_of(slot, int(hints["key_nbytes"][slot]), hints["key"][slot].tobytes())
+        prefixes, lengths = hints["key"][taken].tobytes(), hints["key_nbytes"][taken].tolist()
+        for i, (slot, nbytes) in enumerate(zip(taken.tolist(), lengths, strict=True)):
+            start = i * _HINT_KEY_NBYTES
+            key = prefixes[start : start + nbytes] if nbytes <= _HINT_KEY_NBYTES else self._key_of(slot)
             if key:
                 self._index.pop(key, None)  # the later one counts
                 self._index[key] = slot
@@ -164,10 +167,8 @@ class FileTier(StorageTier):
         self._order = int(hints["order"][taken[-1]]) if len(taken) else 0
         return list(self._index)
 
-    def _key_of(self, slot: int, nbytes: int, hint: bytes) -> bytes:
-        """The key of a slot; empty if it cannot be told."""
-        if nbytes <= len(hint):
-            return hint[:nbytes]
+    def _key_of(self, slot: int) -> bytes:
+        """The key of a slot, from its record, since it is too long for the hint; empty if it cannot be told."""
         page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
         try:
             self._segment(slot).read(self._offset(slot), page)
@@ -188,7 +189,7 @@ class FileTier(StorageTier):
             order = self._order
         try:
             self._segment(slot).write(self._offset(slot), record)
-            self._directory.write(slot, _HINT_FIELDS.pack(self.generation, order, len(key), key[:46]))
+            self._directory.write(slot, _HINT_FIELDS.pack(self.generation, order, len(key), key[:_HINT_KEY_NBYTES]))
         except BaseException:
             with self._mutex:
                 self._free.append(slot)
