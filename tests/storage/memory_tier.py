@@ -77,7 +77,7 @@ class FaultyTier(MemoryTier):
             return
         super().read(key, record)
         if self.damage == "one bit":
-            record[4096 + (len(record) - 4096) // 3] ^= 4
+            record[4096 + 5] ^= 4
         elif self.damage == "another chunk":
             record[:] = next(value for other, value in self.values.items() if other != key)
 

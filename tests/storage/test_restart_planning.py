@@ -155,5 +155,6 @@ def test_a_listing_from_before_a_reset_is_ignored():
     engine.scheduler.reset()
     adopt(engine, keys)
     assert not planner(engine).stored_keys()
+    assert not planner(engine)._to_delete, "the clear deletes it"
     engine.rest()
     assert not engine.workers[0].storage
