@@ -17,6 +17,8 @@ from tpu_offload.config import (
     EvictionPolicyName,
     OffloadConfig,
     SaveEvent,
+    StorageAdmission,
+    StorageWriteEvent,
     SwapMode,
 )
 from tpu_offload.errors import ConfigError
@@ -58,6 +60,8 @@ GOOD = {
     "storage_tier": ("my.tiers:Tier", "my.tiers:Tier"),
     "storage_options": ("/mnt/disk", "/mnt/disk"),
     "num_storage_chunks": ("4096", 4096),
+    "storage_write_on": ("eviction", StorageWriteEvent.HOST_EVICTION),
+    "storage_admission": ("after_hit", StorageAdmission.AFTER_HIT),
     "storage_wait_s": ("0", 0.0),
     "max_storage_gb_in_flight": ("0.25", 0.25),
     "job_timeout_s": ("2.5", 2.5),
@@ -146,6 +150,8 @@ BAD = {
     "storage_tier": [("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")],
     "storage_options": [],  # whatever the tier takes
     "num_storage_chunks": [("-1", "greater than or equal to 0"), ("many", "integer")],
+    "storage_write_on": [("load", "'save' or 'eviction'")],
+    "storage_admission": [("most", "'all', 'second_sighting' or 'after_hit'")],
     "storage_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "max_storage_gb_in_flight": [("0", "greater than 0"), ("inf", "finite number")],
     "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],

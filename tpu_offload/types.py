@@ -65,6 +65,8 @@ class JobKind(enum.Enum):
         """Whether it writes host memory, which stays reserved while a late copy may still run; else it reads it."""
         return self.direction is Direction.SAVE
 
+    # Before anything of the step writes the host tier: the slots of this one belong to other chunks from then on.
+    DEMOTE = "demote", Direction.LOAD, False, True
     # Before anything of the step writes to the caches: the blocks of these two belong to other requests from then on.
     EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True

@@ -56,6 +56,9 @@ class StorageEngine(Engine):
     def cascade(self, *chunks, deleted=()):
         return self.move(JobKind.CASCADE, chunks, deleted)
 
+    def demote(self, *chunks):
+        return self.move(JobKind.DEMOTE, chunks)
+
     def promote(self, *chunks):
         return self.move(JobKind.PROMOTE, chunks)
 
@@ -148,6 +151,33 @@ def test_a_slot_is_read_in_program_order():
     engine.step(loads=[promote])
     engine.expect_promoted(promote)
     assert engine.done(promote).state is FINISHED
+    engine.check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_demotion_reads_slots_that_its_own_step_writes(path):
+    """By a save, an early save and a promotion, and before storage has written anything."""
+    engine = StorageEngine(path)
+    engine.fill(range(4))
+    cascade = engine.cascade((9, 3))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    engine.disk.gates["write"] = gate = threading.Event()
+    demotion = engine.demote((1, 0), (2, 1), (3, 2))
+    early = dataclasses.replace(engine.save([4, 5], [2, 3]), kind=JobKind.EARLY_SAVE)
+    promote, save = engine.promote((9, 2)), engine.save([6, 7], [0, 1])
+    engine.expect_stored(demotion)
+    engine.expect_saved(early)
+    engine.expect_promoted(promote)
+    engine.step(loads=[demotion, early, promote], saves=[save])
+    engine.expect_saved(save)
+    gate.set()
+    assert set(engine.states().values()) <= {FINISHED}
+    back = engine.promote((1, 6), (2, 7), (3, 8))
+    engine.step(loads=[back])
+    engine.expect_promoted(back)
+    assert engine.done(back).state is FINISHED
     engine.check()
 
 

@@ -37,6 +37,21 @@ class SaveEvent(enum.Enum):
     PREEMPTION = "preemption"  # when its request is preempted and will return
 
 
+class StorageWriteEvent(enum.Enum):
+    """When chunks are written to the storage tier (see `tpu_offload.core.tiering`)."""
+
+    SAVE = "save"  # once they are in the host tier: cascade
+    HOST_EVICTION = "eviction"  # when the host tier evicts them: demotion
+
+
+class StorageAdmission(enum.Enum):
+    """Which chunks the storage tier takes (see `tpu_offload.core.storage_admission`)."""
+
+    ALL = "all"
+    SECOND_SIGHTING = "second_sighting"  # those that at least two requests contained
+    AFTER_HIT = "after_hit"  # those that a request loaded from the host tier
+
+
 class EvictionPolicyName(enum.Enum):
     """Which chunk a full host tier evicts (see `tpu_offload.core.policies`)."""
 

@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
+from tpu_offload.config.choices import (
+    DEFAULT_EVICTION_POLICY,
+    CopyPath,
+    EvictionPolicyName,
+    SaveEvent,
+    StorageAdmission,
+    StorageWriteEvent,
+    SwapMode,
+)
 from tpu_offload.config.environment import env_name, one_line_error, read_settings
 from tpu_offload.config.segments import HostSegments
 from tpu_offload.errors import ConfigError
@@ -209,6 +217,18 @@ class OffloadConfig(pydantic.BaseModel):
     )
     num_storage_chunks: int = Field(
         0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."
+    )
+    storage_write_on: StorageWriteEvent = Field(
+        StorageWriteEvent.SAVE,
+        description="When chunks are written to the storage tier: `save`, once they are in the host tier, or "
+        "`eviction`, when the host tier evicts them. `eviction` writes less; what is still in host memory at a restart "
+        "is not in storage.",
+    )
+    storage_admission: StorageAdmission = Field(
+        StorageAdmission.ALL,
+        description="Which chunks the storage tier takes: `all`, those that two requests contained "
+        "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
+        "used again.",
     )
     storage_wait_s: float = Field(
         0.5,

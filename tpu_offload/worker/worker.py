@@ -268,6 +268,12 @@ class OffloadWorker:
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
         """Dispatches the copies before the forward pass; caches that are written are replaced in the list."""
         early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
+        # Demotions read slots before saves and promotions of this plan, or of a later one, write them.
+        demotions = plan.of(JobKind.DEMOTE)
+        if self._storage is None:
+            self._refuse(demotions, _NO_STORAGE)
+        elif demotions:
+            self._storage.cascade(demotions)
         # Early saves and swap-outs read their blocks before loads, swap-ins or the forward pass write them.
         if self._tier is None:
             self._refuse((*early, *loads), _OFF)

@@ -16,7 +16,7 @@ slice at a time; `tidy`, which is called in every step, finishes both.
 """
 
 import functools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
@@ -82,6 +82,7 @@ class ChunkIndex:
         self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
         self._discarded = Discarded()
+        self._on_evict: Callable[[Sequence[ChunkKey], Sequence[int]], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -153,6 +154,14 @@ class ChunkIndex:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._tree
+
+    def on_evict(self, call: Callable[[Sequence[ChunkKey], Sequence[int]], None]) -> None:
+        """Registers the one callback for chunks that a policy evicts, tail first, and the slot of each.
+
+        Their bytes are intact until the next plan is carried out: no copy that was sent before it writes these slots.
+        """
+        assert self._on_evict is None, "a second callback for evictions"
+        self._on_evict = call
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -547,8 +556,10 @@ class ChunkIndex:
             self._changes.add((key,), found=False)
         return parent
 
-    def _note_evicted(self, keys: Sequence[ChunkKey], before: ChunkKey | None) -> None:
+    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
         """Chunks were evicted, tail first, by the policy; `before` is the resident one before them."""
+        if self._on_evict is not None and not self._lost_slots:  # else they may be among the lost ones
+            self._on_evict(keys, slots)
         self._checkpoints.evict_at(keys)
         if self._ages is not None:
             self._ages.evicted(keys, before)
