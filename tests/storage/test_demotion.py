@@ -9,8 +9,9 @@ from tpu_offload.types import JobKind
 A, B, C = prompt(1), prompt(2), prompt(3)
 
 
-def make(**settings):
-    return StorageEngine(**({"storage_write_on": "eviction", "num_storage_chunks": 64} | settings))
+def make(*, num_workers=1, num_host_chunks=4, **settings):
+    settings = {"storage_write_on": "eviction", "num_storage_chunks": 64} | settings
+    return StorageEngine(num_workers=num_workers, num_host_chunks=num_host_chunks, **settings)
 
 
 def stored(engine):

@@ -630,6 +630,35 @@ def test_late_results_change_nothing():
     assert after.promoted_chunks == before.promoted_chunks
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
+    """No job would ever write those chunks, and lookups would wait for them."""
+    engine = away(num_host_chunks=8)
+    scheduler = engine.scheduler
+    policy = scheduler._index._policy._base
+    insert = policy.insert
+
+    def raises(use, keys, parent):
+        if when == "after":
+            insert(use, keys, parent)
+        raise RuntimeError("injected")
+
+    policy.insert = raises
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.match("a", A)
+    engine.add("c", C)
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.step({"c": 16})
+    del policy.insert
+    assert states(engine, A) == states(engine, C) == [None] * 4
+    scheduler.check_invariants()
+    assert engine.match("a", A).state is ARRIVING
+    engine.rest()
+    assert engine.match("a", A).num_tokens == 15
+    scheduler.release("a")
+    scheduler.check_invariants()
+
+
 def test_a_match_whose_eviction_policy_raises_promises_nothing():
     engine = away(num_host_chunks=8)
     shared = [*A[: 2 * BLOCK_SIZE], *prompt(5)]

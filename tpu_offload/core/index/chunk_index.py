@@ -15,6 +15,7 @@ No call takes long, however many chunks there are. `clear` starts with new conta
 slice at a time; `tidy`, which is called in every step, finishes both.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
@@ -296,13 +297,17 @@ class ChunkIndex:
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
         self._states.save(slots)
         first = indices[0]
-        if indices[num_chunks - 1] - first == num_chunks - 1:
-            new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
-            parent = keys[first - 1] if first else None
-            self._tree.insert(parent, new, slots)
-            self._policy.insert(use, new, parent)
-        else:
-            self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        try:
+            if indices[num_chunks - 1] - first == num_chunks - 1:
+                new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
+                parent = keys[first - 1] if first else None
+                self._tree.insert(parent, new, slots)
+                self._policy.insert(use, new, parent)
+            else:
+                self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        except BaseException:  # the policy may be the user's own
+            self._take_back([keys[i] for i in indices[:num_chunks]], slots)
+            raise
         if self._ages is not None:
             self._ages.use(use, keys[indices[num_chunks - 1]])
         return slots
@@ -587,6 +592,18 @@ class ChunkIndex:
             new = [keys[i] for i in indices[start:end]]
             self._tree.insert(parent, new, slots[start:end])
             self._policy.insert(use, new, parent)
+
+    def _take_back(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The policy raised when chunks were inserted: no job will write them, so they are not resident.
+
+        What the policy has recorded of them is its own affair: it is told of those that it accepted.
+        """
+        for key, slot in reversed(list(zip(keys, slots, strict=True))):
+            parent = self._tree.remove(key)[1] if self._tree.slot_of.get(key) == slot else None
+            self._states.removed(slot)
+            self._slots.release(slot)
+            with contextlib.suppress(Exception):  # it may not know the chunk
+                self._policy.remove(key, parent)
 
     def _remove(self, key: ChunkKey) -> None:
         """Removes a chunk whose bytes are lost or never arrived."""
