@@ -15,6 +15,7 @@ from tpu_offload.config import (
     DEFAULT_STAGING_BUFFER_TOKENS,
     CopyPath,
     EvictionPolicyName,
+    LoadMode,
     OffloadConfig,
     SaveEvent,
     StorageAdmission,
@@ -41,6 +42,7 @@ GOOD = {
     "blocks_per_chunk": ("4", 4),
     "save_path": ("staged", CopyPath.STAGED),
     "load_path": ("fused", CopyPath.FUSED),
+    "load_mode": ("recompute", LoadMode.RECOMPUTE),
     "copy_profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
     "decode_save": ("1", True),
     "save_on": ("preemption, eviction", (SaveEvent.PREEMPTION, SaveEvent.HBM_EVICTION)),
@@ -147,6 +149,7 @@ BAD = {
     "swap_gb": [(text, "expected auto, or GB from 0 to 1048576") for text in ("-1", "nan", "inf", "AUTO", "", "1GB")],
     "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
     "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
+    "load_mode": [("swap", "'auto', 'load' or 'recompute'")],
     "storage_tier": [("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")],
     "storage_options": [],  # whatever the tier takes
     "num_storage_chunks": [("-1", "greater than or equal to 0"), ("many", "integer")],

@@ -110,6 +110,10 @@ class OffloadStats:
         "Found tokens that requests were granted to load. If well below found_tokens, the staging buffer has no room "
         "for loads, or loads are suspended.",
     )
+    skipped_load_tokens: int = _counter(
+        "tokens",
+        "Found tokens that were computed all the same, because that was estimated to be faster than to load them.",
+    )
     loaded_tokens: int = _counter(
         "tokens", "Tokens of finished loads, in whole blocks. If well below matched_tokens, loads fail."
     )
@@ -235,6 +239,10 @@ class OffloadStats:
         "lookups",
         "Lookups whose next chunk was in storage and was not read: no room in flight or in the host tier, or "
         "promotions suspended.",
+    )
+    num_skipped_promotions: int = _counter(
+        "lookups",
+        "Lookups whose next chunk was in storage and was not read, because computing it was estimated to be faster.",
     )
     failed_storage_chunks: int = _counter(
         "chunks",

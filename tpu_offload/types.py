@@ -283,7 +283,8 @@ class JobResult:
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
         them, as always for a swap. Of a storage job: positions in its chunks and then its deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.
-      copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0.
+      copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
+        its dispatch until the last chunk was read.
     """
 
     job_id: int

@@ -168,7 +168,7 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
 
 
 def results_of(report):
-    return [row | {"run_s": 0} for row in report["results"]]
+    return [row | {"run_s": 0, "num_secondary_chunks": 0} for row in report["results"]]
 
 
 def test_sizes_and_admission_of_the_secondary_tier(tmp_path, trace_path, capsys):

@@ -105,7 +105,9 @@ def test_every_bit_comes_back(dtype, num_devices):
     promote = engine.promote((4, 0), (1, 3), (3, NUM_CHUNKS - 1), (2, 2))
     engine.step(loads=[promote])
     engine.expect_promoted(promote)
-    assert engine.done(promote).state is FINISHED
+    result = engine.done(promote)
+    assert result.state is FINISHED
+    assert 0 < result.copy_s <= result.duration_s, "until it was read, for the choice between load and recompute"
     engine.check()
     load = engine.load([0, 1], [0, 1])
     engine.step(loads=[load])

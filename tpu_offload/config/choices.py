@@ -29,6 +29,14 @@ class SwapMode(enum.Enum):
     RECOMPUTE = "recompute"  # dropped and computed again
 
 
+class LoadMode(enum.Enum):
+    """Whether a request loads KV that was found, or computes it again (see `tpu_offload.core.load_costs`)."""
+
+    AUTO = "auto"  # the faster of the two, by measured times
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
 class SaveEvent(enum.Enum):
     """When KV is saved (see `tpu_offload.core.save_policy`)."""
 

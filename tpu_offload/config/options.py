@@ -18,6 +18,7 @@ from tpu_offload.config.choices import (
     DEFAULT_EVICTION_POLICY,
     CopyPath,
     EvictionPolicyName,
+    LoadMode,
     SaveEvent,
     StorageAdmission,
     StorageWriteEvent,
@@ -125,6 +126,12 @@ class OffloadConfig(pydantic.BaseModel):
     load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads copy blocks; values as for saves.")
     copy_profile: Path | None = Field(
         None, description="Profile for `auto` paths: the file that `tpu-offload bench` wrote on this kind of machine."
+    )
+    load_mode: LoadMode = Field(
+        LoadMode.AUTO,
+        description="`auto` loads KV from the host tier and from storage unless computing it is faster, by times "
+        "measured on this engine, and loads while these are not known (always with vLLM, which does not report the "
+        "time of prefill); `load` and `recompute` force one.",
     )
     max_load_gb_per_step: float = Field(
         1.0,
@@ -236,7 +243,8 @@ class OffloadConfig(pydantic.BaseModel):
         le=1e9,
         allow_inf_nan=False,
         description="How long a request whose next blocks are being read from storage waits for them before it "
-        "computes them; 0 never waits.",
+        "computes them; 0 never waits. Once times are measured (`TPU_OFFLOAD_LOAD_MODE`) it waits up to twice the "
+        "estimate of the read if that is longer, and never longer than computing them would take.",
     )
     max_storage_gb_in_flight: float = Field(
         1.0,

@@ -240,7 +240,7 @@ class OffloadScheduler:
         tables = read_tables(request_id, block_tables, num_groups=self._context.num_groups)
         request = self._requests.get(request_id)
         if request is not None:
-            request.arriving_since_s = None
+            request.arriving_since_s = request.storage_wait_s = None
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
                 self._requests[request_id] = self._requests.new(request_id)

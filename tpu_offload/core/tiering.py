@@ -45,6 +45,7 @@ _MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_PROMOTIONS = 64  # a job
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+_MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
 
 Keys = OrderedDict[ChunkKey, None]
 
@@ -95,6 +96,9 @@ class StoragePlanner:
         self._listings: dict[int, Sequence[ChunkKey]] = {}  # by worker, until all have started
         self._num_workers = num_workers
         self._has_adopted = False
+        # By promotion in flight: when it was planned, and the bytes in flight then, its own included.
+        self._reading: dict[int, tuple[float, int]] = {}
+        self._costs = context.costs
         self._jobs.on_end(*_KINDS, call=self._ended)
         if self._num_chunks and self._demotes:
             self._index.on_evict(self._note_evicted)
@@ -157,6 +161,9 @@ class StoragePlanner:
             return
         if self._index.state(keys[first]) is not None:
             return
+        if not self._costs.prefers_promotion(*self._estimates(request)):
+            self._counts.num_skipped_promotions += 1
+            return
         room = self._promotion_room()
         missing, end = self._index.missing(keys, 0, min(len(keys), first + room))
         indices = list(itertools.takewhile(lambda i: keys[i] in self._stored, missing))[:room]
@@ -174,11 +181,36 @@ class StoragePlanner:
         for key in promoted:
             self._stored.move_to_end(key)
         self._promoting.update(promoted)
-        self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=self._clock())
+        now_s = self._clock()
+        job = self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=now_s)
+        self._reading[job.job_id] = now_s, len(self._promoting) * self._chunk_nbytes
 
-    def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
-        """How long a request waits for a PENDING chunk; `otherwise_s` if it is not being promoted."""
-        return self._wait_s if key in self._promoting else otherwise_s
+    def wait_s(self, request: RequestState, otherwise_s: float) -> float:
+        """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
+
+        For all that storage has of the request together: not longer than computing it takes, where that is known.
+        """
+        if request.keys[request.num_found_chunks] not in self._promoting:
+            return otherwise_s
+        if request.storage_wait_s is None:
+            request.storage_wait_s = self._costs.storage_wait_s(*self._estimates(request), default_s=self._wait_s)
+        return request.storage_wait_s
+
+    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
+        """Seconds to read what storage has after the chunks that a match found, and to compute it."""
+        keys, first = request.keys, request.num_found_chunks
+        end, num_read = first, 0
+        while end < len(keys) and end - first < _MAX_ESTIMATED:
+            key = keys[end]
+            if key not in self._promoting:
+                if key not in self._stored:
+                    break
+                num_read += 1
+            end += 1
+        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._index.num_slots // 2))
+        nbytes = (num_read + len(self._promoting)) * self._chunk_nbytes
+        load_s = self._costs.promotion_s(nbytes, num_jobs=max(1, -(-num_read // most)))
+        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
 
     @property
     def has_plans(self) -> bool:
@@ -373,7 +405,7 @@ class StoragePlanner:
         now_s: float,
         deleted: tuple[ChunkKey, ...] = (),
         clears: bool = False,
-    ) -> None:
+    ) -> Job:
         label = f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
         job = self._jobs.plan(
             kind,
@@ -388,6 +420,7 @@ class StoragePlanner:
             deadline_s=now_s + self._timeout_s,
         )
         breaker.begin(job.job_id)
+        return job
 
     def _ended(self, job: Job) -> None:
         bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
@@ -401,6 +434,10 @@ class StoragePlanner:
     def _end_promotion(self, job: Job, bad: Container[int]) -> None:
         """Publishes the chunks that every worker has read and removes the others, from storage too if it failed."""
         self._promoting.difference_update(job.keys)
+        planned_s, nbytes = self._reading.pop(job.job_id)
+        if job.state is JobState.FINISHED:
+            # A report comes at the end of a step, which may be long after the end of the read.
+            self._costs.observe_promotion(nbytes, job.copy_s or self._clock() - planned_s)
         chunks = list(zip(job.keys, job.slots, strict=True))
         good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
         lost = [chunk for i, chunk in enumerate(chunks) if i in bad]

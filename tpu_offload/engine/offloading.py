@@ -218,9 +218,15 @@ class Offloading:
         self._watch(sequence)
         return self._scheduler.swap.swap_in(sequence.sequence_id, self._in_use(sequence), present=present)
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Reports the cost of recompute: a step that computed mostly prompts, with this many prompt tokens."""
-        self._scheduler.swap.observe_prefill(num_tokens, seconds)
+    def observe_prefill(self, num_tokens: int, seconds: float, num_attended: float) -> None:
+        """Reports the cost of recompute: a step that computed mostly prompts.
+
+        Args:
+          num_tokens: its prompt tokens.
+          seconds: its duration.
+          num_attended: tokens that these attend to, summed over them.
+        """
+        self._scheduler.swap.observe_prefill(num_tokens, seconds, num_attended)
 
     def finish(self, sequences: Collection[Sequence]) -> None:
         """The sequences have ended, in any phase; their blocks may be granted again at once."""

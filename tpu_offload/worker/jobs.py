@@ -135,6 +135,10 @@ class WorkerJobs:
         """Sets the measured duration of the copy of a job in flight."""
         self._jobs[job_id].copy_s = seconds
 
+    def raise_copy_s(self, job_id: int, seconds: float) -> None:
+        """Part of a job in flight has taken so long; the longest part counts."""
+        self._jobs[job_id].copy_s = max(self._jobs[job_id].copy_s, seconds)
+
     def is_cancelled(self, job_id: int) -> bool:
         """Whether a job in flight will end as cancelled."""
         return self._jobs[job_id].cancelled
