@@ -374,17 +374,18 @@ class OffloadWorker:
         if cascades:
             self._jobs.raise_watermark(plan.next_job_id)
 
-    def poll(self, *, wait: bool = False) -> StepReport:
+    def poll(self, *, wait: bool = False, wait_s: float = _MAX_WAIT_S) -> StepReport:
         """Reports the jobs that ended since the last call.
 
         Args:
           wait: for an engine that has nothing to compute: block until a job has ended, or until a staged load has
             arrived and needs the next `begin_step`, for at most about a second. Returns at once if nothing is in
             flight.
+          wait_s: waits no longer than this, for an engine that has something to do by then.
         """
         if self.has_flights:
             self._collect()
-            until_s = time.monotonic() + _MAX_WAIT_S
+            until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S)
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
         ready, memory = self._tier_memory()
