@@ -73,6 +73,27 @@ def test_what_is_stored_is_not_written_again():
     engine.check_storage([A, B, C])
 
 
+def test_a_chunk_is_not_written_by_two_jobs_at_once():
+    """It is saved and evicted again while its demotion is in flight."""
+    engine = make()
+    worker = engine.workers[0]
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    slow = worker.in_flight.pop(0)
+    assert slow[0].kind is JobKind.DEMOTE
+    for name, tokens in (("a", A), ("c", C)):
+        engine.apply(worker, worker.finish())
+        engine.add(name, tokens)
+        plan, _ = engine.step({name: 16})
+        assert not {key for key, _ in demoted(plan)} & set(engine.keys(A))
+        engine.scheduler.check_invariants()
+    worker.in_flight.append(slow)
+    engine.apply(worker, worker.finish())
+    assert set(engine.keys(A)) <= set(stored(engine))
+    engine.check_storage([A, B, C])
+
+
 def test_those_nearest_to_their_heads_are_kept_if_there_are_too_many(monkeypatch):
     monkeypatch.setattr("tpu_offload.core.tiering._MAX_DEMOTIONS", 3)
     engine = make()

@@ -1,12 +1,12 @@
 """The scheduler's half of storage: what is written, read and deleted when, its bounds, and every way to fail."""
 
 import pickle
-import random
 
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
+from tests.storage.lives import live
 from tests.storage.memory_tier import NAME
 from tpu_offload import ConfigError, JobResult, JobState, MatchState, OffloadConfig, OffloadScheduler, StepReport
 from tpu_offload.core.index import ChunkState
@@ -560,60 +560,9 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
 # --- at random ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_at_random(seed):
-    """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
-
-    Whatever is loaded is compared with what the request's tokens would have computed.
-    """
-    rng = random.Random(seed)
-    engine = StorageEngine(
-        num_workers=rng.choice([1, 2]),
-        num_host_chunks=rng.choice([4, 9]),
-        num_storage_chunks=rng.choice([3, 10, 40]),
-        job_timeout_s=8.0,
-        breaker_failures=rng.choice([0, 3]),
-        max_storage_gb_in_flight=rng.choice([1e-9, 8 * 512 / 2**30]),
-        storage_write_on=rng.choice(["save", "eviction"]),
-        storage_admission=(admission := rng.choice(["all", "second_sighting", "after_hit"])),
-    )
-    seen: dict[bytes, set[str]] = {}
-    bases = [prompt(i, num_blocks=6) for i in range(4)]
-    for turn in range(120):
-        engine.clock.now_s += rng.choice([0.01, 0.3])
-        name, tokens = f"r{turn}", bases[rng.randrange(4)][: BLOCK_SIZE * rng.randint(1, 6)]
-        if rng.random() < 0.4 and len(engine.requests) < 3:
-            for key in engine.keys(tokens):
-                seen.setdefault(key, set()).add(name)
-            if engine.match(name, tokens).state is not ARRIVING:
-                engine.add(name, tokens)
-        computed = {
-            name: len(request.tokens) - request.num_computed
-            for name, request in engine.requests.items()
-            if not request.loading and request.num_computed < len(request.tokens)
-        }
-        _, results = engine.step(computed)
-        engine.scheduler.check_invariants()
-        for worker, early in zip(engine.workers, results, strict=True):
-            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < 0.15)
-            engine.apply(worker, ended)
-            engine.scheduler.check_invariants()
-        for name, request in list(engine.requests.items()):
-            if not request.loading and request.num_computed >= len(request.tokens) and rng.random() < 0.7:
-                engine.check_bytes(request, len(request.tokens))
-                engine.remove(name)
-        if rng.random() < 0.02:
-            engine.clock.now_s += 8.0
-        if rng.random() < 0.02:
-            engine.scheduler.reset()
-            engine.scheduler.check_invariants()
-            for name, request in engine.requests.items():  # they contain chunks of the new namespace now
-                for key in engine.keys(request.tokens):
-                    seen.setdefault(key, set()).add(name)
-        if admission == "second_sighting":
-            for key in engine.scheduler._storage._stored:
-                assert len(seen.get(key, ())) >= 2, "a chunk of one request is stored"
-        assert all(worker.most_stored <= engine.scheduler._storage._num_chunks for worker in engine.workers)
+    live(seed)
 
 
 def test_late_results_change_nothing():
