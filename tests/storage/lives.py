@@ -4,7 +4,7 @@ import random
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload import Match, MatchState
+from tpu_offload import CopyJob, Match, MatchState
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
@@ -140,6 +140,6 @@ class _Life:
             assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
 
 
-def engine_slots(job) -> set[int]:  # type: ignore[no-untyped-def]
+def engine_slots(job: CopyJob) -> set[int]:
     """Slots of the host tier that a job reads or writes."""
     return {slot for _, slot in job.chunks} | {place for part in job.parts for place in part.host_block_ids}

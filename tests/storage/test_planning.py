@@ -1,5 +1,6 @@
 """The scheduler's half of storage: what is written, read and deleted when, its bounds, and every way to fail."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -349,6 +350,30 @@ def test_a_late_promotion_leaves_its_slots_in_quarantine():
     assert engine.scheduler.stats().num_quarantined_chunks == 0
     engine.rest()
     engine.scheduler.check_invariants()
+
+
+def test_a_read_that_hangs_holds_nothing_of_other_jobs():
+    """The report of a late save was lost: its slots are free although the read before it is still in flight."""
+    engine = away(job_timeout_s=10.0, num_host_chunks=8)
+    engine.match("x", A)
+    engine.add("c", C)
+    plan, _ = engine.step({"c": 16})
+    (promotion,), (save,) = plan.of(JobKind.PROMOTE), plan.of(JobKind.SAVE)
+    engine.clock.now_s += 10.0
+    engine.step()
+    num_read, num_saved = len(promotion.chunks), save.num_blocks
+    assert engine.scheduler.stats().num_quarantined_chunks == num_read + num_saved
+
+    def report(*in_flight):
+        report = engine.workers[0].report()
+        oldest = engine.scheduler._jobs.next_job_id
+        engine.scheduler.apply(dataclasses.replace(report, oldest_job_id=oldest, storage_job_ids=in_flight))
+        engine.scheduler.check_invariants()
+        return engine.scheduler.stats().num_quarantined_chunks
+
+    assert report(promotion.job_id) == num_read, "a late read may still write its slots"
+    assert report(promotion.job_id) == num_read
+    assert report() == 0
 
 
 def test_a_late_cascade_lets_go_of_its_chunks_and_is_not_kept():

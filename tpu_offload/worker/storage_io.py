@@ -251,7 +251,8 @@ class StorageCopies:
             error = storage_job_error(job, num_slots=num_slots)
             # `WorkerJobs` reports failed blocks: here the chunks and keys, identified by their positions.
             positions = () if error else tuple(range(job.num_items))
-            self._jobs.start(job.job_id, (CopyPart(block_ids=positions, host_block_ids=positions),))
+            parts = (CopyPart(block_ids=positions, host_block_ids=positions),)
+            self._jobs.start(job.job_id, parts, of_storage=True)
             if error:
                 self._jobs.drop_ref([job.job_id], error)
             else:

@@ -391,10 +391,10 @@ class OffloadWorker:
         ready, memory = self._tier_memory()
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
-        oldest, gate = self._jobs.oldest_id, self._gate
-        if not self._jobs.has_results and (*ready, *memory, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
+        oldest, gate = (self._jobs.oldest_id, self._jobs.storage_ids), self._gate
+        if not self._jobs.has_results and (*ready, *memory, num_swap, *oldest, gate.epoch.num_losses, gate.setup) == (
             last.num_host_chunks, last.num_host_states, last.num_host_segments, last.division_id,
-            last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup,
+            last.num_swap_blocks, last.oldest_job_id, last.storage_job_ids, last.num_cache_losses, last.setup,
         ):  # fmt: skip
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
@@ -413,7 +413,8 @@ class OffloadWorker:
             lost_states=(),
             num_swap_blocks=num_swap,
             lost_swap_blocks=(),
-            oldest_job_id=oldest,
+            oldest_job_id=oldest[0],
+            storage_job_ids=oldest[1],
             incarnation=last.incarnation,
             num_cache_losses=gate.epoch.num_losses,
             setup=gate.setup,
