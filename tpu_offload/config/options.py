@@ -128,10 +128,10 @@ class OffloadConfig(pydantic.BaseModel):
         None, description="Profile for `auto` paths: the file that `tpu-offload bench` wrote on this kind of machine."
     )
     load_mode: LoadMode = Field(
-        LoadMode.AUTO,
+        LoadMode.LOAD,
         description="`auto` loads KV from the host tier and from storage unless computing it is faster, by times "
         "measured on this engine, and loads while these are not known (always with vLLM, which does not report the "
-        "time of prefill); `load` and `recompute` force one.",
+        "time of prefill); `load` and `recompute` force one. Set `auto` with storage slower than a few GB/s.",
     )
     max_load_gb_per_step: float = Field(
         1.0,
@@ -243,8 +243,8 @@ class OffloadConfig(pydantic.BaseModel):
         le=1e9,
         allow_inf_nan=False,
         description="How long a request whose next blocks are being read from storage waits for them before it "
-        "computes them; 0 never waits. Once times are measured (`TPU_OFFLOAD_LOAD_MODE`) it waits up to twice the "
-        "estimate of the read if that is longer, and never longer than computing them would take.",
+        "computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
+        "twice the estimate of the read if that is longer, and never longer than computing them would take.",
     )
     max_storage_gb_in_flight: float = Field(
         1.0,
