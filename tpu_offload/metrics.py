@@ -110,6 +110,10 @@ class OffloadStats:
         "Found tokens that requests were granted to load. If well below found_tokens, the staging buffer has no room "
         "for loads, or loads are suspended.",
     )
+    skipped_load_tokens: int = _counter(
+        "tokens",
+        "Found tokens that were computed all the same, because that was estimated to be faster than to load them.",
+    )
     loaded_tokens: int = _counter(
         "tokens", "Tokens of finished loads, in whole blocks. If well below matched_tokens, loads fail."
     )
@@ -221,10 +225,24 @@ class OffloadStats:
         "Chunks never written to the storage tier: evicted from the host tier before, too many at once, or cascades "
         "suspended. At a steady rate storage is slower than saves.",
     )
+    dropped_demotion_chunks: int = _counter(
+        "chunks",
+        "Evicted chunks that were not written to the storage tier: too many at once, storage had no room, or its "
+        "copies are suspended. At a steady rate storage is slower than evictions.",
+    )
+    rejected_storage_chunks: int = _counter(
+        "chunks",
+        "Chunks that admission kept out of the storage tier, counted each time they were saved, or with writes on "
+        "eviction each time they were evicted.",
+    )
     num_dropped_promotions: int = _counter(
         "lookups",
         "Lookups whose next chunk was in storage and was not read: no room in flight or in the host tier, or "
         "promotions suspended.",
+    )
+    num_skipped_promotions: int = _counter(
+        "lookups",
+        "Lookups whose next chunk was in storage and was not read, because computing it was estimated to be faster.",
     )
     failed_storage_chunks: int = _counter(
         "chunks",

@@ -65,6 +65,8 @@ class JobKind(enum.Enum):
         """Whether it writes host memory, which stays reserved while a late copy may still run; else it reads it."""
         return self.direction is Direction.SAVE
 
+    # Before anything of the step writes the host tier: the slots of this one belong to other chunks from then on.
+    DEMOTE = "demote", Direction.LOAD, False, True
     # Before anything of the step writes to the caches: the blocks of these two belong to other requests from then on.
     EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True
@@ -281,7 +283,8 @@ class JobResult:
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
         them, as always for a swap. Of a storage job: positions in its chunks and then its deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.
-      copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0.
+      copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
+        its dispatch until the last chunk was read.
     """
 
     job_id: int
@@ -363,8 +366,10 @@ class StepReport:
       lost_states: likewise, rows of the host pool of states.
       num_swap_blocks: per layer group, allocated blocks of the swap pool; only grows, too. Empty without request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose contents were lost since the last report.
-      oldest_job_id: no job with a smaller id is or will be in flight on this worker: every one that it received has
-        been reported, here or earlier. A smaller job whose result never arrived has ended.
+      oldest_job_id: no job with a smaller id is or will be in flight on this worker, except `storage_job_ids`: every
+        one that it received has been reported, here or earlier. A smaller job whose result never arrived has ended.
+      storage_job_ids: its jobs in flight to and from storage. A call of a storage tier may hang for ever; the results
+        of other jobs are no less certain for that.
       incarnation: identifies one run of the worker process; a restarted worker has a larger one, an empty host pool, no
         KV in HBM, and no earlier jobs. 0 is not checked.
       num_cache_losses: how often this incarnation has lost the KV caches. From the report with a new number on, nothing
@@ -383,6 +388,7 @@ class StepReport:
     num_swap_blocks: tuple[int, ...] = ()
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()
     oldest_job_id: int = 0
+    storage_job_ids: tuple[int, ...] = ()
     incarnation: int = 0
     num_cache_losses: int = 0
     setup: WorkerSetup | None = None

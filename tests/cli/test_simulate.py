@@ -168,7 +168,24 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
 
 
 def results_of(report):
-    return [row | {"run_s": 0} for row in report["results"]]
+    return [row | {"run_s": 0, "num_secondary_chunks": 0} for row in report["results"]]
+
+
+def test_sizes_and_admission_of_the_secondary_tier(tmp_path, trace_path, capsys):
+    flags = ("--policies", "lru", "belady", "--sizes", "0.1", "--secondary", "20", "0.5")
+    saved = {}
+    for admission in ("all", "second_sighting", "after_hit"):
+        report = report_of(tmp_path, trace_path, *flags, "--secondary-admission", admission)
+        assert report["secondary_admission"] == admission
+        rows = report["results"]
+        assert [row["policy"] for row in rows] == ["lru", "lru", "belady"], "the bound has no secondary tier"
+        assert [row["num_secondary_chunks"] for row in rows] == [20, round(report["num_unique_blocks"] / 2), 0]
+        assert rows[0]["secondary_hit_rate"] < rows[1]["secondary_hit_rate"]
+        saved[admission] = rows[1]["num_secondary_saved_chunks"]
+    assert 0 < saved["after_hit"] < saved["all"] > saved["second_sighting"] > 0
+    out = capsys.readouterr().out
+    assert "Prefix hit rate of both tiers" in out
+    assert "lru + 20" in out
 
 
 def test_hbm_and_secondary(tmp_path, trace_path, capsys):
@@ -234,6 +251,7 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
     assert "set its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
     assert "no effect without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
+    assert "no effect without --secondary" in error_of(trace_path, "--secondary-admission", "after_hit")
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")

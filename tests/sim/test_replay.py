@@ -1,5 +1,6 @@
 """Replays compared with simple references: ordered dictionaries instead of the index and its policies."""
 
+import dataclasses
 import itertools
 import random
 from collections import OrderedDict
@@ -7,7 +8,7 @@ from collections import OrderedDict
 import pytest
 
 from tests.sim.traces import chats, make_trace, random_trace
-from tpu_offload.config import SaveEvent
+from tpu_offload.config import SaveEvent, StorageAdmission
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
 from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
@@ -149,6 +150,21 @@ def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
         assert outcome.host_hits == plain_hits(chat_trace, size)
         most = outcome.num_evicted if mode is SecondaryMode.DEMOTE else chat_trace.num_unique_blocks
         assert 0 < outcome.num_secondary_saved <= most
+
+
+@pytest.mark.parametrize("mode", SecondaryMode)
+def test_admission_writes_only_what_was_used(chat_trace, mode):
+    """With room for all, each chunk that is used often enough is written once, and no other is."""
+    setup = TierSetup(60, num_secondary_chunks=10**4, secondary_mode=mode)
+    everything = replay(chat_trace, LRUPolicy(), setup)
+    for admission in (StorageAdmission.SECOND_SIGHTING, StorageAdmission.AFTER_HIT):
+        outcome = replay(chat_trace, LRUPolicy(), dataclasses.replace(setup, secondary_admission=admission))
+        assert 0 < outcome.num_secondary_saved < everything.num_secondary_saved
+        assert 0 < sum(outcome.secondary_hits) < sum(everything.secondary_hits)
+    prompts = [set(request.blocks) for request in chat_trace.requests]
+    num_seen_twice = sum(sum(block in blocks for blocks in prompts) > 1 for block in set().union(*prompts))
+    setup = dataclasses.replace(setup, secondary_admission=StorageAdmission.SECOND_SIGHTING)
+    assert replay(chat_trace, LRUPolicy(), setup).num_secondary_saved <= num_seen_twice
 
 
 def test_a_small_secondary_tier(chat_trace):

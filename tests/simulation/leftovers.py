@@ -8,13 +8,13 @@ from typing import Any
 # Tables that are not empty at the end: of fixed size, or bounded by the memory that they describe.
 _BOUNDED = (
     "_context.index",  # slots and resident chunks; see `check_invariants`
-    "_num_slots", "_known", "_capacity", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
+    "_num_slots", "_known", "_capacity", "_num_swap_blocks", "_oldest", "_of_storage", "breakers",  # one entry each
     "_workers._expected", "_workers._setups", "_workers._missing",  # likewise
     "swap_pool._free", "swap_pool._suspect", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
     "_swap._stats._swapped_in_at",  # the last 32 steps
     "backoff._entries",  # the last chunks that failed, at most 4096
-    "_costs",  # the last measurements
+    "_costs", "_context.costs",  # the last measurements
     "_stages",  # one entry for each direction
     "_checkpoints._sizes",  # one entry for each layer group
 )  # fmt: skip

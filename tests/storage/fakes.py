@@ -11,7 +11,10 @@ from tpu_offload.types import BlockHash, ChunkKey, JobKind
 
 
 class StorageWorker(FakeWorker):
-    """Cascades capture their slots in the step of their plan; promotions land when they are finished."""
+    """Cascades and demotions capture their slots in the step of their plan; promotions land when they are finished.
+
+    What a copy writes is junk from its dispatch to its end.
+    """
 
     def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 4, incarnation: int = 0) -> None:
         super().__init__(worker_id, num_host_chunks=num_host_chunks)
@@ -20,13 +23,25 @@ class StorageWorker(FakeWorker):
         self.most_stored = 0
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
+        self._capture(plan, JobKind.DEMOTE)
         results = super().begin_step(plan)
         self.in_flight += [(job, []) for job in plan.of(JobKind.PROMOTE)]
+        for job in plan.of(JobKind.PROMOTE):
+            self.host.update(dict.fromkeys([slot for _, slot in job.chunks], POISON))
+        self._spoil(plan, JobKind.EARLY_SAVE)
         return results
 
     def end_step(self, plan: StepPlan) -> None:
         super().end_step(plan)
-        self.in_flight += [(job, [self.host[slot] for _, slot in job.chunks]) for job in plan.of(JobKind.CASCADE)]
+        self._spoil(plan, JobKind.SAVE)
+        self._capture(plan, JobKind.CASCADE)
+
+    def _capture(self, plan: StepPlan, kind: JobKind) -> None:
+        self.in_flight += [(job, [self.host[slot] for _, slot in job.chunks]) for job in plan.of(kind)]
+
+    def _spoil(self, plan: StepPlan, kind: JobKind) -> None:
+        for job in plan.of(kind):
+            self.host.update(dict.fromkeys(self.places(job), POISON))
 
     def finish(
         self, num_jobs: int | None = None, *, fail: bool = False, failed_blocks: tuple[int, ...] = ()

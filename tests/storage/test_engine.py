@@ -1,6 +1,7 @@
 """The embedded engine above a small host tier and storage: the same tokens, found through storage, and counted."""
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.storage import STORAGE_TIERS, RecordFormat
+from tpu_offload.worker import OffloadWorker
 
 # One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -242,4 +244,30 @@ def test_damaged_files_cost_hits_and_no_token(plain, tmp_path):
     outputs |= serve_slowly(engine, [third])
     assert tokens_of(outputs) == plain
     assert engine.offload_stats().failed_storage_chunks > 0
+    engine.close()
+
+
+def test_an_idle_engine_waits_for_storage_no_longer_than_its_request(plain):
+    """A read hangs: `poll` returns in time for the request to be computed."""
+    engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier=FAULTY, storage_wait_s=0.05))
+    first, second, third = rounds()
+    outputs = serve_slowly(engine, [first])
+    tier_of(engine).gates["read"] = gate = threading.Event()
+    worker, waits = engine._offload._worker, []
+    assert isinstance(worker, OffloadWorker)
+    poll = worker.poll
+
+    def recorded(*, wait=False, wait_s=1.0):
+        waits.append(wait_s if wait and worker.has_flights else 0.0)
+        return OffloadWorker.poll(worker, wait=wait, wait_s=wait_s)
+
+    worker.poll = recorded
+    for request in second:
+        outputs |= serve(engine, [request])
+    assert 0 < max(waits) <= 0.05
+    gate.set()
+    worker.poll = poll
+    settle(engine)
+    outputs |= serve_slowly(engine, [third])
+    assert tokens_of(outputs) == plain
     engine.close()

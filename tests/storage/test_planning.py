@@ -1,12 +1,13 @@
 """The scheduler's half of storage: what is written, read and deleted when, its bounds, and every way to fail."""
 
+import dataclasses
 import pickle
-import random
 
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
+from tests.storage.lives import live
 from tests.storage.memory_tier import NAME
 from tpu_offload import ConfigError, JobResult, JobState, MatchState, OffloadConfig, OffloadScheduler, StepReport
 from tpu_offload.core.index import ChunkState
@@ -55,9 +56,9 @@ def test_chunks_are_written_once_every_worker_has_saved_them():
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert stored(engine) == [], "the other worker has not written it"
     engine.apply(engine.workers[1], engine.workers[1].finish())
-    assert stored(engine) == [key for key, _ in job.chunks]
+    assert stored(engine) == [key for key, _ in job.chunks][::-1], "the tail is evicted first"
     engine.rest()
-    assert stored(engine) == engine.keys(A)
+    assert stored(engine) == engine.keys(A)[::-1]
     engine.check_storage([A])
     stats = engine.scheduler.stats()
     assert (stats.num_stored_chunks, stats.cascaded_chunks, stats.num_failed_jobs) == (4, 4, 0)
@@ -112,7 +113,7 @@ def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
     engine.serve("a", A)
     assert engine.scheduler.stats().dropped_cascade_chunks == 1
     engine.rest()
-    assert stored(engine) == engine.keys(A)[1:]
+    assert set(stored(engine)) == set(engine.keys(A)[1:])
 
 
 def test_half_of_what_may_be_in_flight_is_written_at_a_time():
@@ -268,7 +269,7 @@ def test_the_least_recently_used_goes():
     engine.fill(C)  # A leaves the host tier, and half of A storage
     while engine.scheduler._index.find(engine.keys(B)):
         engine.fill(prompt(9, num_blocks=8))
-    kept = [key for key in engine.keys(A) + engine.keys(B) + engine.keys(C) if key in stored(engine)]
+    kept = [key for tokens in (A, B, C) for key in engine.keys(tokens)[::-1] if key in stored(engine)]
     assert kept == [key for key in stored(engine) if key in kept]
 
 
@@ -301,7 +302,7 @@ def test_chunks_that_were_not_written_are_deleted_and_not_asked_for():
     keys = engine.keys(A)
     (job,) = plan.jobs
     assert [key for key, _ in job.chunks] == keys
-    assert stored(engine) == [keys[0], keys[3]]
+    assert stored(engine) == [keys[3], keys[0]]
     assert engine.scheduler.stats().failed_storage_chunks == 2
     engine.fill(B)
     assert set(engine.workers[0].storage) == set(stored(engine)), "deleted with the next cascade"
@@ -349,6 +350,30 @@ def test_a_late_promotion_leaves_its_slots_in_quarantine():
     assert engine.scheduler.stats().num_quarantined_chunks == 0
     engine.rest()
     engine.scheduler.check_invariants()
+
+
+def test_a_read_that_hangs_holds_nothing_of_other_jobs():
+    """The report of a late save was lost: its slots are free although the read before it is still in flight."""
+    engine = away(job_timeout_s=10.0, num_host_chunks=8)
+    engine.match("x", A)
+    engine.add("c", C)
+    plan, _ = engine.step({"c": 16})
+    (promotion,), (save,) = plan.of(JobKind.PROMOTE), plan.of(JobKind.SAVE)
+    engine.clock.now_s += 10.0
+    engine.step()
+    num_read, num_saved = len(promotion.chunks), save.num_blocks
+    assert engine.scheduler.stats().num_quarantined_chunks == num_read + num_saved
+
+    def report(*in_flight):
+        report = engine.workers[0].report()
+        oldest = engine.scheduler._jobs.next_job_id
+        engine.scheduler.apply(dataclasses.replace(report, oldest_job_id=oldest, storage_job_ids=in_flight))
+        engine.scheduler.check_invariants()
+        return engine.scheduler.stats().num_quarantined_chunks
+
+    assert report(promotion.job_id) == num_read, "a late read may still write its slots"
+    assert report(promotion.job_id) == num_read
+    assert report() == 0
 
 
 def test_a_late_cascade_lets_go_of_its_chunks_and_is_not_kept():
@@ -524,6 +549,7 @@ def test_kinds_are_dispatched_in_their_order():
     order = list(JobKind)
     assert order.index(JobKind.PROMOTE) < order.index(JobKind.LOAD)
     assert order[-1] is JobKind.CASCADE
+    assert order[0] is JobKind.DEMOTE, "it reads slots that all others may write"
 
 
 def test_positions_of_chunks_then_of_deleted_keys():
@@ -559,48 +585,9 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
 # --- at random ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_at_random(seed):
-    """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
-
-    Whatever is loaded is compared with what the request's tokens would have computed.
-    """
-    rng = random.Random(seed)
-    engine = StorageEngine(
-        num_workers=rng.choice([1, 2]),
-        num_host_chunks=rng.choice([4, 9]),
-        num_storage_chunks=rng.choice([3, 10, 40]),
-        job_timeout_s=8.0,
-        breaker_failures=rng.choice([0, 3]),
-        max_storage_gb_in_flight=rng.choice([1e-9, 8 * 512 / 2**30]),
-    )
-    bases = [prompt(i, num_blocks=6) for i in range(4)]
-    for turn in range(120):
-        engine.clock.now_s += rng.choice([0.01, 0.3])
-        name, tokens = f"r{turn}", bases[rng.randrange(4)][: BLOCK_SIZE * rng.randint(1, 6)]
-        if rng.random() < 0.4 and len(engine.requests) < 3 and engine.match(name, tokens).state is not ARRIVING:
-            engine.add(name, tokens)
-        computed = {
-            name: len(request.tokens) - request.num_computed
-            for name, request in engine.requests.items()
-            if not request.loading and request.num_computed < len(request.tokens)
-        }
-        _, results = engine.step(computed)
-        engine.scheduler.check_invariants()
-        for worker, early in zip(engine.workers, results, strict=True):
-            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < 0.15)
-            engine.apply(worker, ended)
-            engine.scheduler.check_invariants()
-        for name, request in list(engine.requests.items()):
-            if not request.loading and request.num_computed >= len(request.tokens) and rng.random() < 0.7:
-                engine.check_bytes(request, len(request.tokens))
-                engine.remove(name)
-        if rng.random() < 0.02:
-            engine.clock.now_s += 8.0
-        if rng.random() < 0.02:
-            engine.scheduler.reset()
-            engine.scheduler.check_invariants()
-        assert all(worker.most_stored <= engine.scheduler._storage._num_chunks for worker in engine.workers)
+    live(seed)
 
 
 def test_late_results_change_nothing():
@@ -615,6 +602,35 @@ def test_late_results_change_nothing():
     after = engine.scheduler.stats()
     assert after.num_ignored_results == before.num_ignored_results + 1
     assert after.promoted_chunks == before.promoted_chunks
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
+    """No job would ever write those chunks, and lookups would wait for them."""
+    engine = away(num_host_chunks=8)
+    scheduler = engine.scheduler
+    policy = scheduler._index._policy._base
+    insert = policy.insert
+
+    def raises(use, keys, parent):
+        if when == "after":
+            insert(use, keys, parent)
+        raise RuntimeError("injected")
+
+    policy.insert = raises
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.match("a", A)
+    engine.add("c", C)
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.step({"c": 16})
+    del policy.insert
+    assert states(engine, A) == states(engine, C) == [None] * 4
+    scheduler.check_invariants()
+    assert engine.match("a", A).state is ARRIVING
+    engine.rest()
+    assert engine.match("a", A).num_tokens == 15
+    scheduler.release("a")
+    scheduler.check_invariants()
 
 
 def test_a_match_whose_eviction_policy_raises_promises_nothing():

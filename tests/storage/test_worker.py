@@ -56,6 +56,9 @@ class StorageEngine(Engine):
     def cascade(self, *chunks, deleted=()):
         return self.move(JobKind.CASCADE, chunks, deleted)
 
+    def demote(self, *chunks):
+        return self.move(JobKind.DEMOTE, chunks)
+
     def promote(self, *chunks):
         return self.move(JobKind.PROMOTE, chunks)
 
@@ -102,7 +105,9 @@ def test_every_bit_comes_back(dtype, num_devices):
     promote = engine.promote((4, 0), (1, 3), (3, NUM_CHUNKS - 1), (2, 2))
     engine.step(loads=[promote])
     engine.expect_promoted(promote)
-    assert engine.done(promote).state is FINISHED
+    result = engine.done(promote)
+    assert result.state is FINISHED
+    assert 0 < result.copy_s <= result.duration_s, "until it was read, for the choice between load and recompute"
     engine.check()
     load = engine.load([0, 1], [0, 1])
     engine.step(loads=[load])
@@ -151,6 +156,33 @@ def test_a_slot_is_read_in_program_order():
     engine.check()
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_demotion_reads_slots_that_its_own_step_writes(path):
+    """By a save, an early save and a promotion, and before storage has written anything."""
+    engine = StorageEngine(path)
+    engine.fill(range(4))
+    cascade = engine.cascade((9, 3))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    engine.disk.gates["write"] = gate = threading.Event()
+    demotion = engine.demote((1, 0), (2, 1), (3, 2))
+    early = dataclasses.replace(engine.save([4, 5], [2, 3]), kind=JobKind.EARLY_SAVE)
+    promote, save = engine.promote((9, 2)), engine.save([6, 7], [0, 1])
+    engine.expect_stored(demotion)
+    engine.expect_saved(early)
+    engine.expect_promoted(promote)
+    engine.step(loads=[demotion, early, promote], saves=[save])
+    engine.expect_saved(save)
+    gate.set()
+    assert set(engine.states().values()) <= {FINISHED}
+    back = engine.promote((1, 6), (2, 7), (3, 8))
+    engine.step(loads=[back])
+    engine.expect_promoted(back)
+    assert engine.done(back).state is FINISHED
+    engine.check()
+
+
 def test_a_cascade_goes_after_the_saves_of_its_step():
     engine = StorageEngine()
     save, cascade = engine.save([0, 1], [0, 1]), engine.cascade((1, 0))
@@ -193,7 +225,9 @@ def test_nothing_waits_for_storage(call):
     while len(results) < 2:  # each of these would wait for ever if anything did
         results |= {result.job_id: result.state for result in engine.worker.poll(wait=True).results}
     assert results == {save.job_id: FINISHED, load.job_id: FINISHED}
-    assert engine.worker.poll().oldest_job_id == slow.job_id, "it is in flight"
+    report = engine.worker.poll()
+    assert report.storage_job_ids == (slow.job_id,), "it is in flight"
+    assert report.oldest_job_id > max(save.job_id, load.job_id), "which says nothing of others"
     gate.set()
     assert engine.done(slow).state is FINISHED
     assert not engine.worker.has_flights
@@ -521,11 +555,13 @@ def test_a_plan_in_one_piece_is_done_once_and_acknowledged():
     engine.worker.end_step(plan, engine.caches)
     engine.worker.end_step(plan, engine.caches)
     engine.wait_for("write")
-    assert engine.worker.poll().oldest_job_id == cascade.job_id
+    report = engine.worker.poll()
+    assert (report.oldest_job_id, report.storage_job_ids) == (cascade.job_id + 1, (cascade.job_id,))
     gate.set()
     (result,) = engine.worker.poll(wait=True).results
     assert result.state is FINISHED
-    assert engine.worker.poll().oldest_job_id == cascade.job_id + 1
+    report = engine.worker.poll()
+    assert (report.oldest_job_id, report.storage_job_ids) == (cascade.job_id + 1, ())
 
 
 def test_lost_caches_cancel_the_cascade_that_has_not_begun_and_no_other():

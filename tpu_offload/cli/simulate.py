@@ -16,7 +16,7 @@ from tpu_offload.cli.command import require
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
-from tpu_offload.config import SaveEvent
+from tpu_offload.config import SaveEvent, StorageAdmission
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
@@ -38,6 +38,7 @@ _logger = logging.getLogger(__name__)
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
 _MODES = [mode.value for mode in SecondaryMode]
+_ADMISSIONS = [admission.value for admission in StorageAdmission]
 _SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
 
@@ -68,8 +69,9 @@ class _Options:
     hbm: Size | None
     save_on: str
     save_after_sightings: int
-    secondary: Size | None
+    secondary: tuple[Size, ...] | None
     secondary_mode: str | None
+    secondary_admission: str | None
     num_layers: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -124,8 +126,19 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
     "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
 )
 @number("--save-after-sightings", "save a block once N requests contained it (1)", high=15, default=1)
-@option("--secondary", size_flag, "SIZE", "size of a secondary tier behind the host tier, as for --hbm")
+@option(
+    "--secondary",
+    MultiValue(size_flag, commas=True),
+    "SIZE...",
+    "sizes of a secondary tier behind the host tier, as for --hbm",
+)
 @option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
+@option(
+    "--secondary-admission",
+    click.Choice(_ADMISSIONS),
+    None,
+    f"which chunks the secondary tier takes ({_ADMISSIONS[0]})",
+)
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
 @number("--head-size", "model: width of a head")
@@ -166,6 +179,7 @@ def command(argv: list[str], /, **flags: Any) -> int:
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
         "secondary_mode": options.secondary_mode or _MODES[0],
+        "secondary_admission": options.secondary_admission or _ADMISSIONS[0],
         "argv": argv,
     }
     if options.json is not None:
@@ -189,8 +203,9 @@ def _check(options: _Options) -> None:
             raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
-    if options.secondary_mode and options.secondary is None:
-        raise InputError(f"--secondary-mode {options.secondary_mode} has no effect without --secondary")
+    for name in ("secondary_mode", "secondary_admission"):
+        if getattr(options, name) and options.secondary is None:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} has no effect without --secondary")
 
 
 def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
@@ -231,17 +246,19 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
-        num_secondary_chunks=num_chunks_of(options.secondary) if options.secondary else 0,
         secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
+        secondary_admission=StorageAdmission(options.secondary_admission or _ADMISSIONS[0]),
     )
+    secondary = dict.fromkeys(map(num_chunks_of, options.secondary or ())) or (0,)
     shares_and_setups = []
     for size in options.sizes_gb or options.sizes:
         num_chunks = num_chunks_of(size)
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
-        Case(policy, share, setup)
+        Case(policy, share, dataclasses.replace(setup, num_secondary_chunks=num_secondary_chunks))
         for policy in dict.fromkeys(options.policies)
+        for num_secondary_chunks in ((0,) if policy == BOUND else secondary)
         for share, setup in dict.fromkeys(shares_and_setups)
     ]
 

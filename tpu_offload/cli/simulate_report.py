@@ -33,6 +33,7 @@ def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) ->
         "size_share": result.case.size_share,
         "num_chunks": result.case.setup.num_chunks,
         "nbytes": result.case.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
+        "num_secondary_chunks": result.case.setup.num_secondary_chunks,
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
@@ -101,6 +102,8 @@ def _print_traffic(console: ReportConsole, played: Sequence[_Row], *, has_second
     if has_secondary:
         title = "Prefix hit rate of the secondary tier"
         console.print(_size_table(played, title, _cell("secondary_hit_rate", "share")))
+        title = "Prefix hit rate of both tiers"
+        console.print(_size_table(played, title, _both_rates))
     for name in ("saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])):
         what = name.capitalize().replace("_", " tier, ")
         in_gb = played[0][f"{name}_nbytes"] is not None
@@ -115,11 +118,16 @@ def _cell(name: str, unit: str) -> Callable[[_Row], str]:
     return lambda row: format_number(row[name], unit)
 
 
+def _both_rates(row: _Row) -> str:
+    known = row["prefix_hit_rate"] is not None
+    return format_number(row["prefix_hit_rate"] + row["secondary_hit_rate"] if known else None, "share")
+
+
 def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
-    rates = {(row["policy"], row["num_chunks"]): row["prefix_hit_rate"] for row in results}
+    rates = {(row["policy"], row["num_chunks"], row["num_secondary_chunks"]): row["prefix_hit_rate"] for row in results}
 
     def share(row: _Row) -> str:
-        base, bound = (rates[name, row["num_chunks"]] for name in (_BASE, BOUND))
+        base, bound = rates[_BASE, row["num_chunks"], row["num_secondary_chunks"]], rates[BOUND, row["num_chunks"], 0]
         if bound <= base:
             return "-"
         part = (row["prefix_hit_rate"] - base) / (bound - base)
@@ -129,14 +137,17 @@ def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
 
 
 def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
-    """A table with a row for each policy and a column for each size."""
+    """A table with a row for each policy and size of the secondary tier, and a column for each size."""
     columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
+    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
     for row in rows:
         label = row["policy"] + (" *" if row["default"] else "")
+        if several:
+            label += f" + {row['num_secondary_chunks']}" if row["num_secondary_chunks"] else ""
         lines.setdefault(label, [label]).append(cell(row))
     return build_table(title, columns, lines.values(), left_title=True)
 
@@ -155,14 +166,16 @@ def plot(report: Mapping[str, Any], suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        mine = sorted((row for row in rows if row["policy"] == policy), key=lambda row: float(row["size_share"]))
-        label = policy
+    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
+    for policy, num_secondary in dict.fromkeys((row["policy"], row["num_secondary_chunks"]) for row in rows):
+        mine = [row for row in rows if (row["policy"], row["num_secondary_chunks"]) == (policy, num_secondary)]
+        mine.sort(key=lambda row: float(row["size_share"]))
+        label = f"{policy} + {num_secondary}" if several and num_secondary else policy
         style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
         if policy == BOUND:
             label, style = f"{policy} (the bound)", {"color": "black", "linestyle": "--", "linewidth": 1.2}
         elif mine[0]["default"]:
-            label, style = f"{policy} (default)", {"marker": "o", "markersize": 4.5, "linewidth": 2.8}
+            label, style = f"{label} (default)", {"marker": "o", "markersize": 4.5, "linewidth": 2.8}
         axes.plot(
             [100 * row["size_share"] for row in mine], [row["prefix_hit_rate"] for row in mine], label=label, **style
         )

@@ -1,6 +1,15 @@
 """The settings: `OffloadConfig`, the values of its choices, and the reader of the environment."""
 
-from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
+from tpu_offload.config.choices import (
+    DEFAULT_EVICTION_POLICY,
+    CopyPath,
+    EvictionPolicyName,
+    LoadMode,
+    SaveEvent,
+    StorageAdmission,
+    StorageWriteEvent,
+    SwapMode,
+)
 from tpu_offload.config.environment import ENV_PREFIX
 from tpu_offload.config.options import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, OffloadConfig
 from tpu_offload.config.segments import HostSegments
@@ -13,7 +22,10 @@ __all__ = [
     "CopyPath",
     "EvictionPolicyName",
     "HostSegments",
+    "LoadMode",
     "OffloadConfig",
     "SaveEvent",
+    "StorageAdmission",
+    "StorageWriteEvent",
     "SwapMode",
 ]

@@ -29,12 +29,35 @@ class SwapMode(enum.Enum):
     RECOMPUTE = "recompute"  # dropped and computed again
 
 
+class LoadMode(enum.Enum):
+    """Whether a request loads KV that was found, or computes it again (see `tpu_offload.core.load_costs`)."""
+
+    AUTO = "auto"  # the faster of the two, by measured times
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
 class SaveEvent(enum.Enum):
     """When KV is saved (see `tpu_offload.core.save_policy`)."""
 
     COMPUTE = "compute"  # in the step that computes it: write-through
     HBM_EVICTION = "eviction"  # when HBM is about to evict it
     PREEMPTION = "preemption"  # when its request is preempted and will return
+
+
+class StorageWriteEvent(enum.Enum):
+    """When chunks are written to the storage tier (see `tpu_offload.core.tiering`)."""
+
+    SAVE = "save"  # once they are in the host tier: cascade
+    HOST_EVICTION = "eviction"  # when the host tier evicts them: demotion
+
+
+class StorageAdmission(enum.Enum):
+    """Which chunks the storage tier takes (see `tpu_offload.core.storage_admission`)."""
+
+    ALL = "all"
+    SECOND_SIGHTING = "second_sighting"  # those that at least two requests contained
+    AFTER_HIT = "after_hit"  # those that a request loaded from the host tier
 
 
 class EvictionPolicyName(enum.Enum):

@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field
 
-from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
+from tpu_offload.config.choices import (
+    DEFAULT_EVICTION_POLICY,
+    CopyPath,
+    EvictionPolicyName,
+    LoadMode,
+    SaveEvent,
+    StorageAdmission,
+    StorageWriteEvent,
+    SwapMode,
+)
 from tpu_offload.config.environment import env_name, one_line_error, read_settings
 from tpu_offload.config.segments import HostSegments
 from tpu_offload.errors import ConfigError
@@ -118,6 +127,12 @@ class OffloadConfig(pydantic.BaseModel):
     copy_profile: Path | None = Field(
         None, description="Profile for `auto` paths: the file that `tpu-offload bench` wrote on this kind of machine."
     )
+    load_mode: LoadMode = Field(
+        LoadMode.LOAD,
+        description="`auto` loads KV from the host tier and from storage unless computing it is faster, by times "
+        "measured on this engine, and loads while these are not known (always with vLLM, which does not report the "
+        "time of prefill); `load` and `recompute` force one. Set `auto` with storage slower than a few GB/s.",
+    )
     max_load_gb_per_step: float = Field(
         1.0,
         ge=0,
@@ -210,13 +225,26 @@ class OffloadConfig(pydantic.BaseModel):
     num_storage_chunks: int = Field(
         0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."
     )
+    storage_write_on: StorageWriteEvent = Field(
+        StorageWriteEvent.SAVE,
+        description="When chunks are written to the storage tier: `save`, once they are in the host tier, or "
+        "`eviction`, when the host tier evicts them. `eviction` writes less; what is still in host memory at a restart "
+        "is not in storage.",
+    )
+    storage_admission: StorageAdmission = Field(
+        StorageAdmission.ALL,
+        description="Which chunks the storage tier takes: `all`, those that two requests contained "
+        "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
+        "used again.",
+    )
     storage_wait_s: float = Field(
         0.5,
         ge=0,
         le=1e9,
         allow_inf_nan=False,
         description="How long a request whose next blocks are being read from storage waits for them before it "
-        "computes them; 0 never waits.",
+        "computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
+        "twice the estimate of the read if that is longer, and never longer than computing them would take.",
     )
     max_storage_gb_in_flight: float = Field(
         1.0,

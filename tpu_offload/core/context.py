@@ -13,6 +13,7 @@ from tpu_offload.core.completion import Completion
 from tpu_offload.core.engine_api import RequestLimits
 from tpu_offload.core.index import ChunkIndex, PoolBalance
 from tpu_offload.core.jobs import JobTable
+from tpu_offload.core.load_costs import LoadCosts
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, check_maker, find_policy
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
@@ -43,6 +44,7 @@ class TierContext:
       breakers: of saves and of loads.
       swap_breakers: of swaps out and of swaps in.
       backoff: chunks whose copies failed.
+      costs: measured times of loads and of prefill.
       counts: the counters that components increment.
       window_chunks: per window group, how many chunks cover its window.
     """
@@ -60,6 +62,7 @@ class TierContext:
     breakers: Mapping[Direction, CircuitBreaker]
     swap_breakers: Mapping[Direction, CircuitBreaker]
     backoff: ChunkBackoff
+    costs: LoadCosts
     counts: OffloadStats
     window_chunks: tuple[int, ...]
 
@@ -123,6 +126,7 @@ class TierContext:
             breakers=_breakers(config, clock, saves="saves", loads="loads"),
             swap_breakers=_breakers(config, clock, saves="swaps out", loads="swaps in"),
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
+            costs=LoadCosts(config.load_mode, clock=clock),
             counts=counts,
             window_chunks=window_chunks,
         )

@@ -212,7 +212,9 @@ class JobTable:
         self._planned: list[Job] = []  # those that are not in a plan yet
         self._on_end: dict[JobKind, Callable[[Job], None]] = {}
         self._late: dict[int, Job] = {}
-        self._oldest = dict.fromkeys(range(num_workers), 0)  # each worker's last `StepReport.oldest_job_id`
+        # Each worker's last `StepReport.oldest_job_id` and `storage_job_ids`.
+        self._oldest = dict.fromkeys(range(num_workers), 0)
+        self._of_storage: dict[int, tuple[int, ...]] = dict.fromkeys(range(num_workers), ())
         self._next_deadline_s = math.inf  # no job's deadline is before this
 
     def __len__(self) -> int:
@@ -364,19 +366,29 @@ class JobTable:
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
 
-    def ack_through(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
+    def ack_through(self, worker_id: int, oldest_job_id: int, *, why: str, but: tuple[int, ...] = ()) -> int:
         """A worker has finished with all jobs below this id, and will not report any of them again.
 
+        Args:
+          worker_id: the worker.
+          oldest_job_id: see `StepReport`.
+          why: for the log.
+          but: jobs of storage that it still runs, whatever their ids are.
         Returns:
           How many jobs failed: those that it had not reported and that no other worker still runs.
         """
-        if oldest_job_id <= self._oldest[worker_id]:
+        known = self._oldest[worker_id]
+        if oldest_job_id < known or (oldest_job_id == known and but == self._of_storage[worker_id]):
             return 0
-        self._oldest[worker_id] = oldest_job_id
-        for job_id in [job_id for job_id in self._late if job_id < oldest_job_id]:
+        self._oldest[worker_id], self._of_storage[worker_id] = oldest_job_id, but
+        for job_id in [job_id for job_id in self._late if job_id < oldest_job_id and job_id not in but]:
             self._report_late(worker_id, job_id)
         earlier = itertools.takewhile(lambda job: job.job_id < oldest_job_id, self._jobs.values())
-        lost = [job for job in earlier if worker_id in job.waiting_for and job.state is JobState.SENT]
+        lost = [
+            job
+            for job in earlier
+            if worker_id in job.waiting_for and job.state is JobState.SENT and job.job_id not in but
+        ]
         for job in lost:
             job.waiting_for.remove(worker_id)
             job.mark_failed(why)

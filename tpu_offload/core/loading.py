@@ -26,6 +26,8 @@ class LoadPlanner:
         self._staging = context.staging
         self._breaker = context.breakers[Direction.LOAD]
         self._backoff = context.backoff
+        self._costs = context.costs
+        self._block_nbytes = context.layout.block_nbytes
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_full_groups = context.num_full_groups
@@ -71,6 +73,13 @@ class LoadPlanner:
             request, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, had_failed_load=had_failed_load
         )
         if not num_wanted:
+            return 0
+        if not self._costs.prefers_load(
+            num_wanted * self._block_nbytes,
+            first=num_computed_tokens,
+            end=num_computed_tokens + request.num_found_tokens,
+        ):
+            request.num_skipped_tokens = request.num_found_tokens
             return 0
         first_block = num_computed_tokens // self._block_size
         num_window_blocks = 0
@@ -203,6 +212,7 @@ class LoadPlanner:
             # It holds no KV that a reset or a loss of the caches could have invalidated while it was waiting.
             request.can_save = True
         request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
+        request.num_skipped_tokens = 0
         request.awaits_staging = request.awaits_checkpoint = False
         request.num_checkpoint_chunks = request.junction_chunk = 0
         request.at_load_limit = not request.limits.cache
@@ -213,7 +223,7 @@ class LoadPlanner:
         if request.awaits_staging and not num_tokens:
             limit_s = self._config.load_wait_s
         elif self._ends_at_a_pending_chunk(request):
-            limit_s = storage.wait_s(request.keys[request.num_found_chunks], self._config.save_wait_s)
+            limit_s = storage.wait_s(request, self._config.save_wait_s)
         elif request.awaits_checkpoint:
             limit_s = self._config.save_wait_s
         if limit_s:
@@ -244,7 +254,8 @@ class LoadPlanner:
         """Counts the last match as a lookup, once."""
         self._counts.looked_up_tokens += request.num_looked_up_tokens
         self._counts.found_tokens += request.num_found_tokens
-        request.num_looked_up_tokens = request.num_found_tokens = 0
+        self._counts.skipped_load_tokens += request.num_skipped_tokens
+        request.num_looked_up_tokens = request.num_found_tokens = request.num_skipped_tokens = 0
 
     def release(self, request: RequestState) -> None:
         """Releases the promise, if there is one."""

@@ -117,7 +117,9 @@ class ReportHandler:
                 self._counts.num_ignored_results += 1
         if report.oldest_job_id <= self._jobs.next_job_id:
             why = f"worker {worker_id} never reported the result"
-            self._counts.num_lost_results += self._jobs.ack_through(worker_id, report.oldest_job_id, why=why)
+            self._counts.num_lost_results += self._jobs.ack_through(
+                worker_id, report.oldest_job_id, why=why, but=report.storage_job_ids
+            )
         else:  # the worker has run jobs of another scheduler, before this one
             self._reject(
                 f"worker {worker_id} acknowledges jobs before {report.oldest_job_id}; the next one is "

@@ -75,6 +75,8 @@ class RequestState:
         loads are suspended; they count as drops when the request ends, because until then it may be matched again.
       awaits_staging: whether that was for want of staging blocks alone.
       arriving_since_s: when its matches began to be answered with ARRIVING; None if they were not since it held blocks.
+      storage_wait_s: how long its matches may be ARRIVING for chunks of storage; None until that was estimated.
+      num_skipped_tokens: tokens that its last match found and did not promise, because computing them is faster.
       revoked: what it was promised and had not taken when a reset revoked it.
       can_save: False once a reset has invalidated the KV in its blocks for other requests, or the caches were lost.
       has_kv: False once the caches were lost, until it is matched again: neither its own blocks nor those that its last
@@ -107,6 +109,8 @@ class RequestState:
     num_cut_load_blocks: int = 0
     awaits_staging: bool = False
     arriving_since_s: float | None = None
+    storage_wait_s: float | None = None
+    num_skipped_tokens: int = 0
     revoked: Promise | None = None
     can_save: bool = True
     has_kv: bool = True

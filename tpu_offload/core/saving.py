@@ -6,7 +6,7 @@ the coming step takes from their request are saved before that step, or never (`
 
 import dataclasses
 import logging
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tpu_offload.core.block_tables import Ids, plain, read_changes
@@ -126,7 +126,12 @@ class SavePlanner:
         self._counts = context.counts
         self._num_observed: dict[str, int] = {}  # by request id: its leading chunks that the policy has observed
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
+        self._on_observed: Callable[[Sequence[ChunkKey], int], None] | None = None
         self._num_unchained = 0  # requests whose block hashes do not depend on the tokens before
+
+    def on_observed(self, call: Callable[[Sequence[ChunkKey], int], None]) -> None:
+        """Registers the one callback for what the policy observes: chunks of a request, and how many it knew."""
+        self._on_observed = call
 
     def read(self, changed: Iterable[ScheduledRequest]) -> Offers:
         """Validates all requests of a step, and changes nothing.
@@ -222,6 +227,8 @@ class SavePlanner:
         if num_chunks > num_observed and request.limits.cache:
             keys = request.keys if len(request.keys) == num_chunks else request.keys[:num_chunks]
             self._policy.observe(request.use, keys, num_observed)
+            if self._on_observed is not None:
+                self._on_observed(keys, num_observed)
             self._num_observed[request.request_id] = num_chunks
 
     def forget(self, request_id: str) -> None:

@@ -113,6 +113,7 @@ class OffloadScheduler:
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
         self._storage = StoragePlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
         self._transfers.on_saved(self._storage.offer)
+        self._saves.on_observed(self._storage.observe)
         self._swap = RequestSwap(context)
         self._workers = Workers(
             expected=expected_setups(config, layout, num_workers), clock=clock, warn_after_s=config.job_timeout_s
@@ -239,7 +240,7 @@ class OffloadScheduler:
         tables = read_tables(request_id, block_tables, num_groups=self._context.num_groups)
         request = self._requests.get(request_id)
         if request is not None:
-            request.arriving_since_s = None
+            request.arriving_since_s = request.storage_wait_s = None
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
                 self._requests[request_id] = self._requests.new(request_id)
@@ -260,6 +261,7 @@ class OffloadScheduler:
             num_loaded_tokens=num_loaded_tokens,
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
+        self._storage.hit(request.keys[: request.num_found_chunks])
         self._transfers.send(load)
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens

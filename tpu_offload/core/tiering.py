@@ -1,8 +1,14 @@
 """Copies between the host tier and storage: which chunks are written, read and deleted, and when.
 
-A *cascade* writes chunks to storage after their save has finished. A *promotion* reads chunks into the host tier that a
-lookup needs next; until it ends, the lookup is ARRIVING. Both are kinds of job like any other: every worker has to
-report them, and they have a deadline and one end.
+A *cascade* writes chunks to storage after their save has finished, or once admission accepts them. A *demotion* writes
+chunks that the host tier has evicted; a setting selects one of the two. A *promotion* reads chunks into the host tier
+that a lookup needs next; until it ends, the lookup is ARRIVING. All are kinds of job like any other: every worker has
+to report them, and they have a deadline and one end.
+
+A demotion reads a slot that belongs to another chunk already. Its bytes are still those of the evicted chunk: only the
+jobs of a plan write slots, each plan has the demotions of all chunks evicted since the last one, and the workers
+dispatch them before all other jobs (`JobKind`). So a demotion cannot be repeated in a later step: what has no room is
+dropped.
 
 The scheduler has the index of what is stored: a set of keys in LRU order. A chunk is stored once every worker has
 written it, or had it when it started (`adopt`). It occupies storage from the planning of its write until every worker
@@ -21,27 +27,32 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
+from tpu_offload.config import StorageWriteEvent
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.storage_admission import AdmissionFilter
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
-_KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
+_WRITES = (JobKind.CASCADE, JobKind.DEMOTE)
+_KINDS = (JobKind.PROMOTE, *_WRITES)
 _ACCOUNT = "storage"  # for the circuit breakers
 _MAX_CASCADES = 8  # a step; the worker dispatches a program for each
+_MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_PROMOTIONS = 64  # a job
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+_MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
 
 Keys = OrderedDict[ChunkKey, None]
 
 
 @final
 class StoragePlanner:
-    """Plans cascades and promotions; does nothing without a storage tier.
+    """Plans cascades, demotions and promotions; does nothing without a storage tier.
 
     Args:
       context: the scheduler's shared state.
@@ -72,6 +83,9 @@ class StoragePlanner:
         ]
         self._stored: Keys = OrderedDict()  # least recently used first
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
+        self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
+        self._demotes = config.storage_write_on is StorageWriteEvent.HOST_EVICTION
+        self._admission = AdmissionFilter(config.storage_admission, self._num_chunks)
         self._to_delete: Keys = OrderedDict()
         # The jobs in flight write, read and delete these.
         self._writing: set[ChunkKey] = set()
@@ -82,22 +96,60 @@ class StoragePlanner:
         self._listings: dict[int, Sequence[ChunkKey]] = {}  # by worker, until all have started
         self._num_workers = num_workers
         self._has_adopted = False
+        # By promotion in flight: when it was planned, and the bytes in flight then, its own included.
+        self._reading: dict[int, tuple[float, int]] = {}
+        self._costs = context.costs
         self._jobs.on_end(*_KINDS, call=self._ended)
+        if self._num_chunks and self._demotes:
+            self._index.on_evict(self._note_evicted)
 
     # Planning.
 
-    def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Makes saved chunks candidates for a cascade."""
+    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+        """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         if not self._num_chunks:
             return
-        for key in keys:
-            if key in self._stored:
-                self._stored.move_to_end(key)
-            elif key not in self._writing:
-                self._candidates[key] = None
+        if self._stored:
+            for key in reversed(keys):  # the head last, so that tails are evicted first
+                if key in self._stored:
+                    self._stored.move_to_end(key)
+        self._admission.observe(keys[first:])
+        self._offer_admitted(keys)
+
+    def hit(self, keys: Sequence[ChunkKey]) -> None:
+        """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
+        if self._num_chunks:
+            self._admission.hit(keys)
+            self._offer_admitted(keys)
+
+    def offer(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes saved chunks candidates for a cascade, as far as admission accepts them."""
+        if not self._num_chunks or self._demotes:
+            return
+        new = [key for key in keys if key not in self._stored and key not in self._writing]
+        admitted = [key for key in new if self._admission.admits(key)]
+        self._counts.rejected_storage_chunks += len(new) - len(admitted)
+        self._candidates.update(dict.fromkeys(admitted))
         while len(self._candidates) > _MAX_CANDIDATES:
             self._candidates.popitem(last=False)
             self._counts.dropped_cascade_chunks += 1
+
+    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
+        if self._demotes or not self._admission.depends_on_uses:
+            return
+        state, admits = self._index.state, self._admission.admits
+        self.offer([key for key in keys if admits(key) and state(key) is ChunkState.READY])
+
+    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The host tier has evicted chunks, tail first: the next plan demotes those that admission accepts."""
+        for key, slot in zip(keys, slots, strict=True):
+            if key in self._stored or key in self._writing:
+                continue
+            if self._admission.admits(key):
+                self._victims[key] = slot
+            else:
+                self._counts.rejected_storage_chunks += 1
 
     def promote(self, request: RequestState) -> None:
         """Plans a promotion of stored chunks that follow those that the request's last match found.
@@ -108,6 +160,9 @@ class StoragePlanner:
         if not self._stored or request.at_load_limit or first >= len(keys) or keys[first] not in self._stored:
             return
         if self._index.state(keys[first]) is not None:
+            return
+        if not self._costs.prefers_promotion(*self._estimates(request)):
+            self._counts.num_skipped_promotions += 1
             return
         room = self._promotion_room()
         missing, end = self._index.missing(keys, 0, min(len(keys), first + room))
@@ -126,11 +181,36 @@ class StoragePlanner:
         for key in promoted:
             self._stored.move_to_end(key)
         self._promoting.update(promoted)
-        self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=self._clock())
+        now_s = self._clock()
+        job = self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=now_s)
+        self._reading[job.job_id] = now_s, len(self._promoting) * self._chunk_nbytes
 
-    def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
-        """How long a request waits for a PENDING chunk; `otherwise_s` if it is not being promoted."""
-        return self._wait_s if key in self._promoting else otherwise_s
+    def wait_s(self, request: RequestState, otherwise_s: float) -> float:
+        """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
+
+        For all that storage has of the request together: not longer than computing it takes, where that is known.
+        """
+        if request.keys[request.num_found_chunks] not in self._promoting:
+            return otherwise_s
+        if request.storage_wait_s is None:
+            request.storage_wait_s = self._costs.storage_wait_s(*self._estimates(request), default_s=self._wait_s)
+        return request.storage_wait_s
+
+    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
+        """Seconds to read what storage has after the chunks that a match found, and to compute it."""
+        keys, first = request.keys, request.num_found_chunks
+        end, num_read = first, 0
+        while end < len(keys) and end - first < _MAX_ESTIMATED:
+            key = keys[end]
+            if key not in self._promoting:
+                if key not in self._stored:
+                    break
+                num_read += 1
+            end += 1
+        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._index.num_slots // 2))
+        nbytes = (num_read + len(self._promoting)) * self._chunk_nbytes
+        load_s = self._costs.promotion_s(nbytes, num_jobs=max(1, -(-num_read // most)))
+        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
 
     @property
     def has_plans(self) -> bool:
@@ -140,15 +220,19 @@ class StoragePlanner:
         return bool(self._candidates) and self._writes.admits(_ACCOUNT)
 
     def plan(self, now_s: float) -> None:
-        """Plans the deletions and the cascade of the coming step."""
+        """Plans the deletions and the cascade or demotion of the coming step."""
         if self._must_clear:
+            self._counts.dropped_demotion_chunks += len(self._victims)
+            self._victims = {}  # their slots are written from this step on
             self._plan_clear(now_s)
             return
-        if not (self._candidates or self._to_delete):
+        if not (self._candidates or self._victims or self._to_delete):
             return
-        writes = bool(self._candidates) and self._writes.admits(_ACCOUNT)
+        writes = bool(self._candidates or self._victims) and self._writes.admits(_ACCOUNT)
         if writes:
             self._evict()
+        if self._victims:  # before the deletions, which are dispatched later: none of them may delete what it writes
+            self._plan_demotion(now_s, may_write=writes)
         # One batch at a time, which bounds how many deletions are retried after a failure.
         if self._to_delete and not self._num_deleting and self._deletions.admits(_ACCOUNT):
             self._num_deleting = min(len(self._to_delete), _MAX_DELETES if self._deletions.closed else 1)
@@ -163,11 +247,24 @@ class StoragePlanner:
             self._is_clearing = True
             self._plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, clears=True)
 
+    def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
+        """Plans to write the chunks evicted since the last plan, those nearest to their heads first; drops the rest."""
+        room = self._cascade_room(_MAX_DEMOTIONS) if may_write else 0
+        victims, self._victims = list(reversed(self._victims.items())), {}
+        chunks = [chunk for chunk in victims if chunk[0] not in self._stored][: max(0, room)]
+        self._counts.dropped_demotion_chunks += len(victims) - len(chunks)
+        if chunks:
+            keys, slots = zip(*chunks, strict=True)
+            for key in keys:
+                self._to_delete.pop(key, None)
+            self._writing.update(keys)
+            self._plan(JobKind.DEMOTE, keys, slots, self._writes, now_s=now_s)
+
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
         keys: list[ChunkKey] = []
         slots: list[int] = []
-        room = self._cascade_room()
+        room = self._cascade_room(_MAX_CASCADES)
         while self._candidates and len(keys) < room:
             key, _ = self._candidates.popitem(last=False)
             found = self._index.find((key,))
@@ -196,6 +293,7 @@ class StoragePlanner:
             return
         self._must_clear = True
         self._candidates.clear()
+        self._victims.clear()
         self._to_delete.clear()
         self._stored.clear()
         self._fail_jobs("storage was cleared")
@@ -208,6 +306,7 @@ class StoragePlanner:
         if not self._num_chunks:
             return
         self._candidates.clear()
+        self._victims.clear()
         self._fail_jobs(f"worker {worker_id} has restarted")
         if not self._has_adopted:
             self._listings[worker_id] = listed
@@ -245,6 +344,7 @@ class StoragePlanner:
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: fails the chunks that jobs read from or write to it."""
+        self._victims = {key: slot for key, slot in self._victims.items() if not first <= slot < end}
         for job in self._jobs.of(*_KINDS):
             if overlaps(job.slots, first, end):
                 job.error = job.error or "the host memory of its chunks was lost"
@@ -260,11 +360,11 @@ class StoragePlanner:
         room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
         return max(0, room if self._reads.closed else min(room, 1))
 
-    def _cascade_room(self) -> int:
-        """Chunks that may be written now. At least half of what may be in flight is left to promotions."""
+    def _cascade_room(self, max_chunks: int) -> int:
+        """Chunks that may be written now, at most so many. At least half of what may be in flight is for promotions."""
         in_flight = self._max_in_flight // 2 - len(self._writing)
         both = self._max_in_flight - len(self._writing) - len(self._promoting)
-        room = min(_MAX_CASCADES, in_flight, both, self._room())
+        room = min(max_chunks, in_flight, both, self._room())
         return room if self._writes.closed else min(room, 1)
 
     def _room(self) -> int:
@@ -273,9 +373,15 @@ class StoragePlanner:
         return self._num_chunks - taken
 
     def _evict(self) -> None:
-        """Evicts least recently used chunks from storage if it will have too little room for the candidates."""
+        """Evicts least recently used chunks from storage if it will have too little room for what is to be written.
+
+        Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
+        """
+        num_written = min(len(self._candidates), _MAX_CASCADES)
+        if self._demotes:
+            num_written = min(_MAX_DEMOTIONS, max(1, self._num_chunks // 4))
         deleted_later = len(self._to_delete) + self._num_deleting
-        short = min(len(self._candidates), _MAX_CASCADES) - self._room() - deleted_later
+        short = num_written - self._room() - deleted_later
         while short > 0 and self._stored:
             key = next(iter(self._stored))
             if key in self._promoting:  # those after it were used later, so most are in flight as well
@@ -299,7 +405,7 @@ class StoragePlanner:
         now_s: float,
         deleted: tuple[ChunkKey, ...] = (),
         clears: bool = False,
-    ) -> None:
+    ) -> Job:
         label = f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
         job = self._jobs.plan(
             kind,
@@ -314,6 +420,7 @@ class StoragePlanner:
             deadline_s=now_s + self._timeout_s,
         )
         breaker.begin(job.job_id)
+        return job
 
     def _ended(self, job: Job) -> None:
         bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
@@ -327,6 +434,10 @@ class StoragePlanner:
     def _end_promotion(self, job: Job, bad: Container[int]) -> None:
         """Publishes the chunks that every worker has read and removes the others, from storage too if it failed."""
         self._promoting.difference_update(job.keys)
+        planned_s, nbytes = self._reading.pop(job.job_id)
+        if job.state is JobState.FINISHED:
+            # A report comes at the end of a step, which may be long after the end of the read.
+            self._costs.observe_promotion(nbytes, job.copy_s or self._clock() - planned_s)
         chunks = list(zip(job.keys, job.slots, strict=True))
         good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
         lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
@@ -351,7 +462,7 @@ class StoragePlanner:
             self._must_clear = job.all_failed
             return
         self._writing.difference_update(job.keys)
-        for i, key in enumerate(job.keys):
+        for i, key in reversed(list(enumerate(job.keys))):  # the head last, so that tails are evicted first
             if i in bad:
                 self._forget(key)
             else:
@@ -366,6 +477,8 @@ class StoragePlanner:
                 self._to_delete[key] = None
         if kept:
             self._drop_candidates()
+        if self._demotes:
+            self._evict()
 
     # State.
 
@@ -393,9 +506,9 @@ class StoragePlanner:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
-        jobs = self._jobs.of(JobKind.CASCADE)
+        jobs = self._jobs.of(*_WRITES)
         assert self._promoting == set(self.pending())
-        assert sorted(self._writing) == sorted(key for job in jobs for key in job.keys), "two cascades write one chunk"
+        assert sorted(self._writing) == sorted(key for job in jobs for key in job.keys), "two jobs write one chunk"
         assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)
         assert self._room() >= 0, "storage holds more than it may"
         assert not self._writing & self._stored.keys()

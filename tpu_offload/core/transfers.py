@@ -37,6 +37,7 @@ class Transfers:
         self._saves = saves
         self._requests = context.requests
         self._backoff = context.backoff
+        self._costs = context.costs
         self._counts = context.counts
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
@@ -338,6 +339,7 @@ class Transfers:
             counts.loaded_blocks += num_blocks
             counts.loaded_nbytes += job.nbytes
             counts.load_s += job.duration_s
+            self._costs.observe_load(job.nbytes, job.duration_s)
 
 
 def _blocks_per_group(job: Job | WaitingLoad) -> int:

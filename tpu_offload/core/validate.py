@@ -97,6 +97,8 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
     numbers = (*ids, *memory, report.oldest_job_id)
     if not _are_counts(numbers):
         return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
+    if type(report.storage_job_ids) is not tuple or not _are_counts(report.storage_job_ids):
+        return f"storage jobs are {report.storage_job_ids!r:.100}; expected a tuple of integers from 0 on"
     if report.setup is not None:
         error = _setup_error(report.setup)
         if error:

@@ -288,7 +288,8 @@ class Engine:
         num_tokens = sum(scheduled.num_tokens for scheduled in batch)
         num_prompt = sum(scheduled.num_tokens for scheduled in batch if scheduled.num_tokens > 1)
         if num_prompt >= _MOSTLY * num_tokens:
-            self._offload.observe_prefill(num_prompt, seconds)
+            num_attended = sum(s.num_tokens * (s.start + s.end) / 2 for s in batch if s.num_tokens > 1)
+            self._offload.observe_prefill(num_prompt, seconds, num_attended)
 
     def _token_span(self, scheduled: ScheduledTokens) -> TokenSpan:
         sequence = scheduled.sequence

@@ -12,6 +12,7 @@ sequence's blocks, and `can_swap_in` and `swap_in` to resume one that `preempt` 
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
@@ -97,6 +98,8 @@ class Offloading:
         num_workers = workers.num_hosts if workers is not None else 1
         self._scheduler = OffloadScheduler(config, layout, num_workers=num_workers, clock=clock)
         self._has_storage = config.storage_chunks > 0
+        self._clock = clock
+        self._arriving_until_s = math.inf  # the earliest end of a wait for storage since the last `poll`
         self._worker = workers or OffloadWorker(
             config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier
         )
@@ -121,6 +124,8 @@ class Offloading:
             limits=sequence.request.limits,
         )
         if self._has_storage and found.state is MatchState.ARRIVING:
+            assert found.until_s is not None, "ARRIVING ends at some time"
+            self._arriving_until_s = min(self._arriving_until_s, found.until_s)
             self.release(sequence)
             return None
         if found.junction_tokens and self._has_states:
@@ -218,9 +223,15 @@ class Offloading:
         self._watch(sequence)
         return self._scheduler.swap.swap_in(sequence.sequence_id, self._in_use(sequence), present=present)
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Reports the cost of recompute: a step that computed mostly prompts, with this many prompt tokens."""
-        self._scheduler.swap.observe_prefill(num_tokens, seconds)
+    def observe_prefill(self, num_tokens: int, seconds: float, num_attended: float) -> None:
+        """Reports the cost of recompute: a step that computed mostly prompts.
+
+        Args:
+          num_tokens: its prompt tokens.
+          seconds: its duration.
+          num_attended: tokens that these attend to, summed over them.
+        """
+        self._scheduler.swap.observe_prefill(num_tokens, seconds, num_attended)
 
     def finish(self, sequences: Collection[Sequence]) -> None:
         """The sequences have ended, in any phase; their blocks may be granted again at once."""
@@ -277,10 +288,13 @@ class Offloading:
           wait: block until a copy ends, because the engine has nothing else to do.
         """
         worker = self._worker
+        # A sequence that waits for storage computes what has not arrived by then.
+        wait_s = max(0.0, self._arriving_until_s - self._clock())
+        self._arriving_until_s = math.inf
         if isinstance(worker, HostWorkers):
-            reports: List[StepReport] = worker.poll(wait=wait)
+            reports: List[StepReport] = worker.poll(wait=wait)  # without storage
         else:
-            reports = self._relay(worker.poll(wait=wait))
+            reports = self._relay(worker.poll(wait=wait, wait_s=wait_s))
         if len(reports) == 1:
             return self._scheduler.apply(reports[0])
         if not reports:

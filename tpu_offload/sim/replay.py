@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from tpu_offload.config import StorageAdmission
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
 from tpu_offload.sim.hbm import HBMResult, no_hbm
@@ -33,6 +34,7 @@ class TierSetup:
       num_sightings: see `SaveBySightings`.
       num_secondary_chunks: capacity of the secondary tier; 0 for none.
       secondary_mode: when chunks are copied there.
+      secondary_admission: which chunks it takes.
     """
 
     num_chunks: int
@@ -40,6 +42,7 @@ class TierSetup:
     num_sightings: int = 1
     num_secondary_chunks: int = 0
     secondary_mode: SecondaryMode = SecondaryMode.CASCADE
+    secondary_admission: StorageAdmission = StorageAdmission.ALL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +92,9 @@ class _Replay:
         has_secondary = setup.num_secondary_chunks > 0
         self._demotes = has_secondary and setup.secondary_mode is SecondaryMode.DEMOTE
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
-        self._secondary = SecondaryTier(setup.num_secondary_chunks) if has_secondary else None
+        # The sketch of admission is sized by the occurrences of blocks, like that of sightings below.
+        num_secondary = min(setup.num_secondary_chunks, trace.num_blocks)
+        self._secondary = SecondaryTier(num_secondary, setup.secondary_admission) if has_secondary else None
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
         # Sightings are counted per occurrence, so the sketch is sized by the occurrences of blocks, not by unique ones.
         self._saves.resize(min(setup.num_chunks, trace.num_blocks))
@@ -102,6 +107,8 @@ class _Replay:
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.observe(use, keys)
         in_host = host.find(keys)
+        if secondary:
+            self._admit(secondary, keys, in_hbm=in_hbm, in_host=in_host)
         found = max(in_hbm, in_host)
         in_secondary = secondary.find(keys, found) if secondary else 0
         self._hits.append((found - in_hbm, in_secondary))
@@ -122,6 +129,15 @@ class _Replay:
         host.touch(use, keys, max(end, found))
         if secondary:
             secondary.touch(keys)
+
+    def _admit(self, secondary: SecondaryTier, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> None:
+        """Counts a request's use of its prefix; a cascade writes what is in the host tier and is admitted only now."""
+        admission = secondary.admission
+        admission.observe(keys)
+        if in_host > in_hbm:
+            admission.hit(keys[:in_host])
+        if admission.depends_on_uses and not self._demotes:
+            secondary.save(reversed(keys[:in_host]))
 
     def outcome(self) -> Outcome:
         """The result so far."""

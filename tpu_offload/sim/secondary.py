@@ -1,4 +1,4 @@
-"""A simulated secondary tier: LRU by chunk.
+"""A simulated secondary tier: LRU by chunk, with the library's own admission.
 
 It has no prefix rule: a lookup continues in it where the host tier ends, so it may hold the tail of a prefix whose head
 is in host memory.
@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from tpu_offload.config import StorageAdmission
+from tpu_offload.core.storage_admission import AdmissionFilter
 from tpu_offload.types import ChunkKey
 
 
@@ -25,10 +27,12 @@ class SecondaryTier:
 
     Args:
       num_chunks: capacity.
+      admission: which chunks it takes.
     """
 
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int, admission: StorageAdmission = StorageAdmission.ALL) -> None:
         self._num_chunks = num_chunks
+        self.admission = AdmissionFilter(admission, num_chunks)
         self._chunks: OrderedDict[ChunkKey, None] = OrderedDict()
         self.num_saved = 0
         self.num_evicted = 0
@@ -47,9 +51,11 @@ class SecondaryTier:
                 self._chunks.move_to_end(key)
 
     def save(self, keys: Iterable[ChunkKey]) -> None:
-        """Saves chunks, given tail first; resident ones are only touched."""
+        """Saves chunks that admission accepts, given tail first; resident ones are only touched."""
         for key in keys:
             if key not in self._chunks:
+                if not self.admission.admits(key):
+                    continue
                 self.num_saved += 1
                 self._chunks[key] = None
             self._chunks.move_to_end(key)

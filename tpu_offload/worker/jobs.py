@@ -25,6 +25,7 @@ class _Job:
       writes_caches: it is a load, or a swap in.
       cancelled: the engine has taken its blocks back before all were written, or the caches were lost.
       copy_s: seconds that the copy alone took, if measured.
+      of_storage: it is a copy to or from storage.
     """
 
     started_s: float
@@ -37,6 +38,7 @@ class _Job:
     failed_whole: bool = False
     cancelled: bool = False
     copy_s: float = 0.0
+    of_storage: bool = False
 
     def failed_positions(self) -> tuple[int, ...]:
         """Positions in `CopyJob.block_ids` of the blocks that failed; empty if all did."""
@@ -76,12 +78,26 @@ class WorkerJobs:
 
     @property
     def oldest_id(self) -> int:
-        """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
-        return min(self._watermark, *self._jobs) if self._jobs else self._watermark
+        """No job with a smaller id is in flight, except those of storage, or will be: ids rise from plan to plan."""
+        if not self._jobs:
+            return self._watermark
+        return min([self._watermark, *(i for i, job in self._jobs.items() if not job.of_storage)])
 
-    def start(self, job_id: int, parts: tuple[CopyPart, ...] = (), *, writes_caches: bool = False) -> None:
+    @property
+    def storage_ids(self) -> tuple[int, ...]:
+        """The jobs in flight to and from storage."""
+        return tuple([i for i, job in self._jobs.items() if job.of_storage]) if self._jobs else ()
+
+    def start(
+        self,
+        job_id: int,
+        parts: tuple[CopyPart, ...] = (),
+        *,
+        writes_caches: bool = False,
+        of_storage: bool = False,
+    ) -> None:
         """Adds a job with one reference, for its dispatch."""
-        self._jobs[job_id] = _Job(self._clock(), parts, writes_caches)
+        self._jobs[job_id] = _Job(self._clock(), parts, writes_caches, of_storage=of_storage)
 
     def raise_watermark(self, job_id: int) -> None:
         """No job with a smaller id will be started."""
@@ -134,6 +150,10 @@ class WorkerJobs:
     def set_copy_s(self, job_id: int, seconds: float) -> None:
         """Sets the measured duration of the copy of a job in flight."""
         self._jobs[job_id].copy_s = seconds
+
+    def raise_copy_s(self, job_id: int, seconds: float) -> None:
+        """Part of a job in flight has taken so long; the longest part counts."""
+        self._jobs[job_id].copy_s = max(self._jobs[job_id].copy_s, seconds)
 
     def is_cancelled(self, job_id: int) -> bool:
         """Whether a job in flight will end as cancelled."""

@@ -58,6 +58,8 @@ class _Item:
       payload: for a cascade, the copy of the slot, per page group; dropped once it is packed.
       data: for a promotion, the payload, once it is read and verified.
       error: in one line; empty if nothing failed.
+      began_s: when its job was dispatched; `time.monotonic`, like the next one.
+      ended_s: when its bytes had been read.
     """
 
     job_id: int
@@ -67,6 +69,8 @@ class _Item:
     payload: list[list[jax.Array]] | None = None
     data: Bytes | None = None
     error: str = ""
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    ended_s: float = 0.0
 
 
 @final
@@ -247,7 +251,8 @@ class StorageCopies:
             error = storage_job_error(job, num_slots=num_slots)
             # `WorkerJobs` reports failed blocks: here the chunks and keys, identified by their positions.
             positions = () if error else tuple(range(job.num_items))
-            self._jobs.start(job.job_id, (CopyPart(block_ids=positions, host_block_ids=positions),))
+            parts = (CopyPart(block_ids=positions, host_block_ids=positions),)
+            self._jobs.start(job.job_id, parts, of_storage=True)
             if error:
                 self._jobs.drop_ref([job.job_id], error)
             else:
@@ -300,6 +305,7 @@ class StorageCopies:
 
     def _land(self, item: _Item) -> None:
         """Dispatches the copy of a chunk that was read into its slot."""
+        self._jobs.raise_copy_s(item.job_id, item.ended_s - item.began_s)
         assert item.data is not None
         assert item.slot is not None
         start, tokens = 0, []
@@ -375,6 +381,7 @@ class _StorageIO:
             self.tier.read(key, view)
             payload = self._format.verify(view, key, generation=generation)
             item.data = record[PAGE_NBYTES : PAGE_NBYTES + len(payload)]
+            item.ended_s = time.monotonic()
         except BaseException as e:  # as above
             item.error = error_line(e)
         self.done.append(item)

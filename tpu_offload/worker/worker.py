@@ -268,6 +268,12 @@ class OffloadWorker:
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
         """Dispatches the copies before the forward pass; caches that are written are replaced in the list."""
         early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
+        # Demotions read slots before saves and promotions of this plan, or of a later one, write them.
+        demotions = plan.of(JobKind.DEMOTE)
+        if self._storage is None:
+            self._refuse(demotions, _NO_STORAGE)
+        elif demotions:
+            self._storage.cascade(demotions)
         # Early saves and swap-outs read their blocks before loads, swap-ins or the forward pass write them.
         if self._tier is None:
             self._refuse((*early, *loads), _OFF)
@@ -368,26 +374,27 @@ class OffloadWorker:
         if cascades:
             self._jobs.raise_watermark(plan.next_job_id)
 
-    def poll(self, *, wait: bool = False) -> StepReport:
+    def poll(self, *, wait: bool = False, wait_s: float = _MAX_WAIT_S) -> StepReport:
         """Reports the jobs that ended since the last call.
 
         Args:
           wait: for an engine that has nothing to compute: block until a job has ended, or until a staged load has
             arrived and needs the next `begin_step`, for at most about a second. Returns at once if nothing is in
             flight.
+          wait_s: waits no longer than this, for an engine that has something to do by then.
         """
         if self.has_flights:
             self._collect()
-            until_s = time.monotonic() + _MAX_WAIT_S
+            until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S)
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
         ready, memory = self._tier_memory()
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
-        oldest, gate = self._jobs.oldest_id, self._gate
-        if not self._jobs.has_results and (*ready, *memory, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
+        oldest, gate = (self._jobs.oldest_id, self._jobs.storage_ids), self._gate
+        if not self._jobs.has_results and (*ready, *memory, num_swap, *oldest, gate.epoch.num_losses, gate.setup) == (
             last.num_host_chunks, last.num_host_states, last.num_host_segments, last.division_id,
-            last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup,
+            last.num_swap_blocks, last.oldest_job_id, last.storage_job_ids, last.num_cache_losses, last.setup,
         ):  # fmt: skip
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
@@ -406,7 +413,8 @@ class OffloadWorker:
             lost_states=(),
             num_swap_blocks=num_swap,
             lost_swap_blocks=(),
-            oldest_job_id=oldest,
+            oldest_job_id=oldest[0],
+            storage_job_ids=oldest[1],
             incarnation=last.incarnation,
             num_cache_losses=gate.epoch.num_losses,
             setup=gate.setup,

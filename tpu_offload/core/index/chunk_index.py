@@ -15,8 +15,9 @@ No call takes long, however many chunks there are. `clear` starts with new conta
 slice at a time; `tidy`, which is called in every step, finishes both.
 """
 
+import contextlib
 import functools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
@@ -82,6 +83,7 @@ class ChunkIndex:
         self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
         self._discarded = Discarded()
+        self._on_evict: Callable[[Sequence[ChunkKey], Sequence[int]], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -153,6 +155,14 @@ class ChunkIndex:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._tree
+
+    def on_evict(self, call: Callable[[Sequence[ChunkKey], Sequence[int]], None]) -> None:
+        """Registers the one callback for chunks that a policy evicts, tail first, and the slot of each.
+
+        Their bytes are intact until the next plan is carried out: no copy that was sent before it writes these slots.
+        """
+        assert self._on_evict is None, "a second callback for evictions"
+        self._on_evict = call
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -287,13 +297,17 @@ class ChunkIndex:
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
         self._states.save(slots)
         first = indices[0]
-        if indices[num_chunks - 1] - first == num_chunks - 1:
-            new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
-            parent = keys[first - 1] if first else None
-            self._tree.insert(parent, new, slots)
-            self._policy.insert(use, new, parent)
-        else:
-            self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        try:
+            if indices[num_chunks - 1] - first == num_chunks - 1:
+                new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
+                parent = keys[first - 1] if first else None
+                self._tree.insert(parent, new, slots)
+                self._policy.insert(use, new, parent)
+            else:
+                self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        except BaseException:  # the policy may be the user's own
+            self._take_back([keys[i] for i in indices[:num_chunks]], slots)
+            raise
         if self._ages is not None:
             self._ages.use(use, keys[indices[num_chunks - 1]])
         return slots
@@ -554,8 +568,10 @@ class ChunkIndex:
             self._changes.add((key,), found=False)
         return parent
 
-    def _note_evicted(self, keys: Sequence[ChunkKey], before: ChunkKey | None) -> None:
+    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
         """Chunks were evicted, tail first, by the policy; `before` is the resident one before them."""
+        if self._on_evict is not None and not self._lost_slots:  # else they may be among the lost ones
+            self._on_evict(keys, slots)
         self._checkpoints.evict_at(keys)
         if self._ages is not None:
             self._ages.evicted(keys, before)
@@ -583,6 +599,18 @@ class ChunkIndex:
             new = [keys[i] for i in indices[start:end]]
             self._tree.insert(parent, new, slots[start:end])
             self._policy.insert(use, new, parent)
+
+    def _take_back(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The policy raised when chunks were inserted: no job will write them, so they are not resident.
+
+        What the policy has recorded of them is its own affair: it is told of those that it accepted.
+        """
+        for key, slot in reversed(list(zip(keys, slots, strict=True))):
+            parent = self._tree.remove(key)[1] if self._tree.slot_of.get(key) == slot else None
+            self._states.removed(slot)
+            self._slots.release(slot)
+            with contextlib.suppress(Exception):  # it may not know the chunk
+                self._policy.remove(key, parent)
 
     def _remove(self, key: ChunkKey) -> None:
         """Removes a chunk whose bytes are lost or never arrived."""

@@ -24,7 +24,7 @@ class Evictor(Residents):
       states: which of them are pinned or not READY.
       slots: takes the slots of evicted chunks.
       changes: records evictions, if there is one.
-      on_evict: called with evicted chunks, and the resident one before them.
+      on_evict: called with evicted chunks, their slots, and the resident chunk before them.
     Attributes:
       protected: chunks that are not evicted now, nor those before them.
       num_evicted: chunks evicted so far.
@@ -37,7 +37,7 @@ class Evictor(Residents):
         slots: SlotAllocator,
         *,
         changes: ChangeLog | None,
-        on_evict: Callable[[Sequence[ChunkKey], ChunkKey | None], None],
+        on_evict: Callable[[Sequence[ChunkKey], Sequence[int], ChunkKey | None], None],
     ) -> None:
         self._tree = tree
         self._states = states
@@ -96,7 +96,7 @@ class Evictor(Residents):
             tree.remove_tail(evicted, freed[-1])
             self._slots.free_evicted(freed)
             self.num_evicted += len(evicted)
-            self._on_evict(evicted, stopped_at)
+            self._on_evict(evicted, freed, stopped_at)
             if self._changes is not None:
                 self._changes.add(evicted, found=False)
         return len(evicted), stopped_at

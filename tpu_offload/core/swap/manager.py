@@ -18,6 +18,7 @@ blocks that several swapped-out requests share are in the pool once.
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
@@ -68,16 +69,22 @@ class RequestSwap:
 
     # Engine events.
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Reports the speed of prefill, for the choice between swap and recompute.
+    def observe_prefill(self, num_tokens: int, seconds: float, num_attended: float = 0.0) -> None:
+        """Reports the speed of prefill, for the choices between recompute and a swap, or a load.
 
         Args:
           num_tokens: prompt tokens that one step computed; best of steps that compute little else.
           seconds: duration of the step.
+          num_attended: how many tokens each of them attends to, summed over the tokens; 0 if that is not known. With
+            it the estimate of long prompts is better.
         Raises:
           RequestError: an argument is not a number.
         """
-        self._costs.observe_prefill(*read_prefill(num_tokens, seconds))
+        num_tokens, seconds = read_prefill(num_tokens, seconds)
+        _, num_attended = read_prefill(0, num_attended)
+        self._costs.observe_prefill(num_tokens, seconds)
+        if math.isfinite(seconds) and math.isfinite(num_attended):
+            self._context.costs.observe_prefill(num_tokens, seconds, max(0.0, num_attended))
 
     def swap_out(
         self,

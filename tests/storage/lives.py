@@ -1,0 +1,145 @@
+"""Random lives of a scheduler with a storage tier, and the rules that must hold in each."""
+
+import random
+
+from tests.core.fakes import BLOCK_SIZE
+from tests.storage.fakes import StorageEngine, prompt
+from tpu_offload import CopyJob, Match, MatchState
+from tpu_offload.types import ChunkKey, JobKind
+
+_WAIT_S = 0.5  # for saves and for storage
+
+
+def live(seed: int, *, num_turns: int = 120) -> None:
+    """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
+
+    Raises:
+      AssertionError: a rule was broken: other bytes were loaded or stored than a request's tokens give, storage holds
+        more than it may, a chunk is stored that admission excludes, a request waits too long, or an account is wrong.
+      KeyError: what was never written, or is stale, is read or counts as stored.
+    """
+    _Life(random.Random(seed)).run(num_turns)
+
+
+class _Life:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.admission = rng.choice(["all", "second_sighting", "after_hit"])
+        self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
+        self.engine = StorageEngine(
+            num_workers=rng.choice([1, 2]),
+            num_host_chunks=rng.choice([4, 9]),
+            num_storage_chunks=rng.choice([3, 10, 40]),
+            job_timeout_s=8.0,
+            breaker_failures=rng.choice([0, 3]),
+            max_storage_gb_in_flight=rng.choice([1e-9, 8 * 512 / 2**30]),
+            storage_write_on=rng.choice(["save", "eviction"]),
+            storage_admission=self.admission,
+            load_mode=self.load_mode,
+            save_wait_s=_WAIT_S,
+            storage_wait_s=_WAIT_S,
+        )
+        self.fault_rate = rng.choice([0.0, 0.15])
+        self.prompts = [prompt(i, num_blocks=6) for i in range(4)]
+        self.waiting: dict[str, tuple[list[int], float]] = {}  # since when
+        self.seen: dict[ChunkKey, set[str]] = {}
+        self.loaded: set[ChunkKey] = set()
+
+    def run(self, num_turns: int) -> None:
+        for turn in range(num_turns):
+            self.engine.clock.now_s += self.rng.choice([0.01, 0.3])
+            self._arrive(f"r{turn}")
+            disturbs_first = self.rng.random() < 0.5  # between a lookup and its plan
+            if disturbs_first:
+                self._disturb()
+            self._step()
+            self._leave()
+            if not disturbs_first:
+                self._disturb()
+            self._check()
+
+    def _arrive(self, name: str) -> None:
+        """A new request, or one that waits, is looked up; it is admitted if there is nothing to wait for."""
+        engine, rng = self.engine, self.rng
+        if self.waiting and rng.random() < 0.7:
+            name = rng.choice(sorted(self.waiting))
+        elif rng.random() >= 0.4 or len(engine.requests) >= 3:
+            return
+        tokens, since_s = self.waiting.pop(name, (None, engine.clock.now_s))
+        if tokens is None:
+            tokens = self.prompts[rng.randrange(4)][: BLOCK_SIZE * rng.randint(1, 6)]
+        for key in engine.keys(tokens):
+            self.seen.setdefault(key, set()).add(name)
+        found = engine.match(name, tokens)
+        self._check_match(found, since_s)
+        if found.state is MatchState.ARRIVING and rng.random() < 0.9:
+            self.waiting[name] = tokens, since_s
+        elif len(engine.requests) < 4:
+            request = engine.add(name, tokens)
+            self.loaded.update(engine.keys(tokens) if request.num_computed else ())
+        else:
+            engine.scheduler.finish(name)
+
+    def _check_match(self, found: Match, since_s: float) -> None:
+        if found.state is MatchState.ARRIVING:
+            assert found.until_s is not None
+            assert found.until_s <= since_s + _WAIT_S, "a request waits longer than it may"
+        if self.load_mode == "recompute":
+            assert found.num_tokens == 0, "it loads although it shall compute"
+
+    def _step(self) -> None:
+        engine, rng = self.engine, self.rng
+        computed = {
+            name: len(request.tokens) - request.num_computed
+            for name, request in engine.requests.items()
+            if not request.loading and request.num_computed < len(request.tokens)
+        }
+        plan, results = engine.step(computed)
+        if self.load_mode == "recompute":
+            assert not plan.of(JobKind.PROMOTE), "it reads although it shall compute"
+        engine.scheduler.check_invariants()
+        for worker, early in zip(engine.workers, results, strict=True):
+            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < self.fault_rate)
+            engine.apply(worker, ended)
+            engine.scheduler.check_invariants()
+
+    def _leave(self) -> None:
+        for name, request in list(self.engine.requests.items()):
+            if not request.loading and request.num_computed >= len(request.tokens) and self.rng.random() < 0.7:
+                self.engine.check_bytes(request, len(request.tokens))
+                self.engine.remove(name)
+
+    def _disturb(self) -> None:
+        engine, rng = self.engine, self.rng
+        if rng.random() < 0.02:
+            engine.clock.now_s += 8.0
+        if rng.random() < 0.02:
+            engine.scheduler.reset()
+            engine.scheduler.check_invariants()
+            for name, request in engine.requests.items():  # they contain chunks of the new namespace now
+                for key in engine.keys(request.tokens):
+                    self.seen.setdefault(key, set()).add(name)
+        if self.fault_rate and rng.random() < 0.05:
+            worker = rng.choice(engine.workers)
+            slot = rng.randrange(worker.num_host_chunks)
+            if not any(slot in engine_slots(job) for job, _ in worker.in_flight):
+                worker.lose(slot, slot + 1, blocks_per_chunk=1)
+                engine.apply(worker, [])
+                engine.scheduler.check_invariants()
+
+    def _check(self) -> None:
+        """What counts as stored is on every worker, with the right bytes, and nothing else is."""
+        engine = self.engine
+        engine.check_storage(self.prompts)
+        stored = engine.scheduler._storage._stored
+        limit = engine.scheduler._storage._num_chunks
+        assert all(worker.most_stored <= limit for worker in engine.workers), "storage holds more than it may"
+        if self.admission == "second_sighting":
+            assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
+        if self.admission == "after_hit":
+            assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
+
+
+def engine_slots(job: CopyJob) -> set[int]:
+    """Slots of the host tier that a job reads or writes."""
+    return {slot for _, slot in job.chunks} | {place for part in job.parts for place in part.host_block_ids}

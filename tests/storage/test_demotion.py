@@ -1,0 +1,260 @@
+"""Chunks that the host tier evicts are written to storage: from their slots, before others are written there."""
+
+import pytest
+
+from tests.storage.fakes import StorageEngine, prompt
+from tpu_offload import ConfigError, MatchState
+from tpu_offload.types import JobKind
+
+A, B, C = prompt(1), prompt(2), prompt(3)
+
+
+def make(*, num_workers=1, num_host_chunks=4, **settings):
+    settings = {"storage_write_on": "eviction", "num_storage_chunks": 64} | settings
+    return StorageEngine(num_workers=num_workers, num_host_chunks=num_host_chunks, **settings)
+
+
+def stored(engine):
+    return list(engine.scheduler._storage._stored)
+
+
+def demoted(plan):
+    return [chunk for job in plan.of(JobKind.DEMOTE) for chunk in job.chunks]
+
+
+def test_nothing_is_written_before_the_host_tier_is_full():
+    engine = make(num_host_chunks=8)
+    engine.fill(A)
+    engine.fill(B)
+    assert stored(engine) == []
+    assert engine.scheduler.stats().cascaded_chunks == 0
+
+
+def test_the_evicted_are_read_from_slots_that_the_same_step_writes():
+    engine = make()
+    engine.fill(A)
+    engine.add("b", B)
+    plan, _ = engine.step({"b": 16})
+    (save,) = plan.of(JobKind.SAVE)
+    assert plan.jobs[0].kind is JobKind.DEMOTE, "before all that write slots"
+    assert {slot for _, slot in demoted(plan)} == set(save.parts[0].host_block_ids)
+    assert [key for key, _ in demoted(plan)] == engine.keys(A), "heads first"
+    assert stored(engine) == []
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert stored(engine) == engine.keys(A)[::-1]
+    engine.check_storage([A])
+    stats = engine.scheduler.stats()
+    assert (stats.cascaded_chunks, stats.dropped_demotion_chunks, stats.num_failed_jobs) == (4, 0, 0)
+
+
+def test_a_promotion_demotes_what_it_takes_the_slots_of():
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    assert set(stored(engine)) == set(engine.keys(A))
+    assert engine.match("a", A).state is MatchState.ARRIVING
+    plan = engine.turn()
+    (promotion,) = plan.of(JobKind.PROMOTE)
+    assert {slot for _, slot in demoted(plan)} == {slot for _, slot in promotion.chunks}
+    assert {key for key, _ in demoted(plan)} == set(engine.keys(B))
+    engine.check_storage([A, B, C])
+    assert engine.serve("a", A) > 0
+
+
+def test_what_is_stored_is_not_written_again():
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C, A, B, C, A):
+        engine.match("reader", tokens)
+        engine.rest()
+        engine.scheduler.finish("reader")
+        engine.fill(tokens)
+    stats = engine.scheduler.stats()
+    assert stats.cascaded_chunks == len(stored(engine)) == 12
+    engine.check_storage([A, B, C])
+
+
+def test_a_chunk_is_not_written_by_two_jobs_at_once():
+    """It is saved and evicted again while its demotion is in flight."""
+    engine = make()
+    worker = engine.workers[0]
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    slow = worker.in_flight.pop(0)
+    assert slow[0].kind is JobKind.DEMOTE
+    for name, tokens in (("a", A), ("c", C)):
+        engine.apply(worker, worker.finish())
+        engine.add(name, tokens)
+        plan, _ = engine.step({name: 16})
+        assert not {key for key, _ in demoted(plan)} & set(engine.keys(A))
+        engine.scheduler.check_invariants()
+    worker.in_flight.append(slow)
+    engine.apply(worker, worker.finish())
+    assert set(engine.keys(A)) <= set(stored(engine))
+    engine.check_storage([A, B, C])
+
+
+def test_those_nearest_to_their_heads_are_kept_if_there_are_too_many(monkeypatch):
+    monkeypatch.setattr("tpu_offload.core.tiering._MAX_DEMOTIONS", 3)
+    engine = make()
+    engine.fill(A)
+    engine.fill(B)
+    assert stored(engine) == engine.keys(A)[:3][::-1]
+    assert engine.scheduler.stats().dropped_demotion_chunks == 1
+    assert engine.match("a", A).state is MatchState.ARRIVING
+
+
+def test_demotions_in_flight_are_bounded():
+    engine = make(num_host_chunks=16, max_storage_gb_in_flight=8 * 512 / 2**30)
+    engine.fill(prompt(1, num_blocks=16))
+    engine.add("b", B)
+    engine.step({"b": 16})
+    engine.apply(engine.workers[0], [])
+    engine.add("c", C)
+    plan, _ = engine.step({"c": 16})
+    assert demoted(plan) == []
+    (job,) = engine.workers[0].of_kind(JobKind.DEMOTE)
+    assert len(job.chunks) == 4, "half of what may be in flight"
+    assert engine.scheduler.stats().dropped_demotion_chunks > 0
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("num_chunks", [2, 7, 16])
+def test_storage_never_holds_more_than_it_may_and_keeps_taking_chunks(num_chunks):
+    engine = make(num_storage_chunks=num_chunks, num_host_chunks=8)
+    prompts = [prompt(i) for i in range(12)]
+    for tokens in prompts:
+        engine.fill(tokens)
+    assert engine.workers[0].most_stored <= num_chunks
+    newest = {key for tokens in prompts[-6:] for key in engine.keys(tokens)}
+    assert newest & set(stored(engine)), "it does not stop when it is full"
+    engine.check_storage(prompts)
+    assert set(engine.workers[0].storage) - set(stored(engine)) <= set(engine.scheduler._storage._to_delete)
+
+
+def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
+    """The demotions of a step are dispatched before its deletions."""
+    engine = make()
+    engine.fill(A)
+    engine.fill(B)
+    storage = engine.scheduler._storage
+    assert set(stored(engine)) == set(engine.keys(A))
+    for key in engine.keys(A):
+        storage._forget(key)
+    engine.add("a", A)
+    engine.add("c", C)
+    engine.step({"a": 16})
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=False))
+    engine.step({"c": 16})
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    engine.rest()
+    assert set(stored(engine)) <= set(engine.workers[0].storage)
+    engine.check_storage([A, B, C])
+
+
+@pytest.mark.parametrize("failed", [(), (1,)])
+def test_a_demotion_that_fails_is_not_stored_and_its_keys_are_deleted(failed):
+    engine = make()
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(1, fail=True, failed_blocks=failed) + worker.finish())
+    bad = set(engine.keys(A)) if not failed else {engine.keys(A)[1]}
+    assert set(stored(engine)) == set(engine.keys(A)) - bad
+    assert engine.scheduler.stats().failed_storage_chunks == len(bad)
+    engine.rest()
+    engine.remove("b")
+    engine.fill(C)
+    engine.check_storage([A, B, C])
+
+
+def test_every_worker_has_to_have_written_it():
+    engine = make(num_workers=2)
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert stored(engine) == []
+    engine.apply(engine.workers[1], engine.workers[1].finish(1, fail=True, failed_blocks=(0,)))
+    assert set(stored(engine)) == set(engine.keys(A)[1:])
+
+
+def test_a_reset_drops_what_was_to_be_demoted():
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    engine.match("a", A)  # evicts for a promotion
+    assert engine.scheduler._storage._victims
+    engine.scheduler.reset()
+    engine.scheduler.check_invariants()
+    assert demoted(engine.turn()) == []
+    engine.rest()
+    assert stored(engine) == []
+
+
+def test_slots_that_are_lost_before_the_plan_are_not_read():
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    engine.match("a", A)
+    victims = dict(engine.scheduler._storage._victims)
+    lost = min(victims.values())
+    engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    plan = engine.turn()
+    assert {slot for _, slot in demoted(plan)} == set(victims.values()) - {lost}
+    engine.check_storage([A, B, C])
+
+
+def test_a_plan_that_raises_keeps_what_is_to_be_demoted_for_the_next():
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    engine.match("a", A)
+    saves = engine.scheduler._saves
+    plan, saves.plan = saves.plan, None
+    with pytest.raises(TypeError):
+        engine.scheduler.plan_step()
+    saves.plan = plan
+    assert {key for key, _ in demoted(engine.turn())} == set(engine.keys(B))
+    engine.rest()
+    engine.check_storage([A, B, C])
+
+
+def test_suspended_copies_drop_the_evicted():
+    engine = make(breaker_failures=1, breaker_retry_s=5.0)
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(1, fail=True) + worker.finish())
+    engine.remove("b")
+    engine.fill(C)
+    assert engine.scheduler.stats().dropped_demotion_chunks == 4
+    engine.clock.now_s += 5.0
+    engine.fill(prompt(4))
+    assert len(stored(engine)) == 1, "a probe is small"
+    assert engine.scheduler.stats().num_open_breakers == 0
+
+
+def test_a_late_demotion_holds_no_slot():
+    engine = make(job_timeout_s=10.0)
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    worker = engine.workers[0]
+    late = worker.in_flight.pop(0)
+    assert late[0].kind is JobKind.DEMOTE
+    engine.apply(worker, worker.finish())
+    engine.clock.now_s += 10.0
+    engine.step()
+    engine.scheduler.check_invariants()
+    stats = engine.scheduler.stats()
+    assert (stats.num_timed_out_jobs, stats.num_quarantined_chunks) == (1, 0)
+    assert stored(engine) == []
+
+
+def test_the_setting_is_checked():
+    with pytest.raises(ConfigError, match="storage_write_on"):
+        make(storage_write_on="never")
