@@ -22,17 +22,20 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import ClientConfig, GCSStore, LocalStore, MemoryStore, RetryConfig, S3Store
+from obstore.store import GCSStore, LocalStore, MemoryStore, S3Store
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class ObjectTier(StorageTier):
         self._lock = threading.Lock()
         self._generation = _new_generation()
         self._is_published = False
+        self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
         self._stop = threading.Event()
         self._start()
@@ -116,8 +120,10 @@ class ObjectTier(StorageTier):
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
         self._publish()
+        # In memory it would keep the caller's memory as the object.
+        data = np.array(record) if isinstance(self._store, MemoryStore) else record
         try:
-            obstore.put(self._store, self._name(key), record, use_multipart=False)
+            obstore.put(self._store, self._name(key), data, use_multipart=False)
         except (BaseError, OSError) as e:
             raise OSError(_reason(e)) from e
 
@@ -162,9 +168,11 @@ class ObjectTier(StorageTier):
 
     def clear(self) -> None:
         """See `StorageTier.clear`. Objects are deleted in the background."""
-        generation = self._renew()
+        self._renew()
         self._publish()
-        self._sweep([generation])
+        with self._lock:
+            earlier, self._earlier = self._earlier, set()
+        self._sweep(earlier)
 
     def close(self) -> None:
         """See `StorageTier.close`."""
@@ -198,12 +206,12 @@ class ObjectTier(StorageTier):
         surplus += [self._name(key) for _, key in found[:first]]
         return [key for _, key in found[first:]], surplus, others - {_MARKER}
 
-    def _renew(self) -> str:
-        """Begins a new generation, which `_publish` makes durable, and returns the old one."""
+    def _renew(self) -> None:
+        """Begins a new generation, which `_publish` makes durable."""
         with self._lock:
-            old, self._generation = self._generation, _new_generation()
+            self._earlier.add(self._generation)
+            self._generation = _new_generation()
             self._is_published = False
-        return old
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
