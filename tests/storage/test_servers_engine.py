@@ -1,0 +1,102 @@
+"""The embedded engine above a server that freezes, dies, returns or is full: fewer hits, the same tokens."""
+
+import contextlib
+import os
+
+import pytest
+
+from tests.engine.helpers import TINY, make_request, random_tokens, rounds, serve, serve_rounds, tokens_of
+from tests.storage import servers
+from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle
+from tpu_offload.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tokens_of(serve_rounds(Engine(TINY, TIGHT), rounds()))
+
+
+@contextlib.contextmanager
+def valkey(**limits):
+    with servers.running(servers.valkey(**limits)) as server:
+        yield server, "valkey", f"valkey://127.0.0.1:{server.port}?timeout_s=0.2&connect_timeout_s=0.2"
+
+
+@contextlib.contextmanager
+def s3():
+    with servers.running(servers.moto) as server:
+        servers.make_bucket(server.port, "bucket")
+        options = "region=us-east-1&allow_http=1&timeout_s=0.5&connect_timeout_s=0.2&retries=0&anonymous=1"
+        yield server, "object", f"s3://bucket?endpoint=http://127.0.0.1:{server.port}&{options}"
+
+
+@pytest.fixture(params=[valkey, s3])
+def storage(request, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    with request.param() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def engine_above(tier, options, **changes):
+    settings = {"storage_tier": tier, "storage_options": options, "breaker_failures": 3, "storage_wait_s": 5.0}
+    engine = Engine(TINY, TIGHT, offload=make_offload(**(settings | changes)))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_conversations_return_through_a_server(plain, storage):
+    _, tier, options = storage
+    with engine_above(tier, options) as engine:
+        assert tokens_of(serve_slowly(engine, rounds())) == plain
+        stats = engine.offload_stats()
+        assert stats.cascaded_chunks > 0
+        assert stats.promoted_chunks > 0
+
+
+@pytest.mark.parametrize("fault", ["freeze", "kill"])
+def test_a_server_that_does_not_answer_costs_hits_and_no_token(plain, storage, fault):
+    server, tier, options = storage
+    first, second, third = rounds()
+    with engine_above(tier, options) as engine:
+        outputs = serve_slowly(engine, [first])
+        getattr(server, fault)()
+        outputs |= serve_slowly(engine, [second, third])
+        assert tokens_of(outputs) == plain
+        stats = engine.offload_stats()
+        assert stats.failed_storage_chunks > 0
+        assert stats.num_breaker_openings > 0
+        if fault == "freeze":
+            server.thaw()
+
+
+def test_a_server_that_returns_is_used_again(plain):
+    first, second, third = rounds()
+    with valkey() as (server, tier, options), engine_above(tier, options, breaker_retry_s=0.01) as engine:
+        outputs = serve_slowly(engine, [first])
+        server.kill()
+        outputs |= serve_slowly(engine, [second])
+        failed = engine.offload_stats().failed_storage_chunks
+        assert failed > 0
+        server.start()
+        outputs |= serve_slowly(engine, [third])
+        assert tokens_of(outputs) == plain
+        for i in range(50):  # until the breakers are closed
+            before = engine.offload_stats()
+            serve(engine, [make_request(f"later-{i}", random_tokens(100 + i % 10, 40))])
+            settle(engine)
+            stats = engine.offload_stats()
+            if stats.promoted_chunks > before.promoted_chunks and not stats.num_open_breakers:
+                return
+        raise AssertionError("nothing is read from a server that is there again")
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
+def test_a_server_that_is_full(plain, policy):
+    with valkey(maxmemory="1500kb", policy=policy) as (_, tier, options), engine_above(tier, options) as engine:
+        assert tokens_of(serve_slowly(engine, rounds())) == plain
+        assert engine.offload_stats().failed_storage_chunks > 0
