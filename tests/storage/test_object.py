@@ -282,6 +282,12 @@ def test_a_bucket_that_is_missing(shared_server):
     assert "NoSuchBucket" in refused(s3_url(shared_server, "nowhere"))
 
 
+def test_objects_that_can_be_written_and_not_read(shared_server):
+    """As moto has it for requests without a signature."""
+    servers.make_bucket(shared_server.port, "write-only")
+    assert "PermissionDenied" in refused(s3_url(shared_server, "write-only", "&anonymous=1"))
+
+
 def test_no_credentials(shared_server, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -26,7 +26,7 @@ def valkey(**limits):
 def s3():
     with servers.running(servers.moto) as server:
         servers.make_bucket(server.port, "bucket")
-        options = "region=us-east-1&allow_http=1&timeout_s=0.5&connect_timeout_s=0.2&retries=0&anonymous=1"
+        options = "region=us-east-1&allow_http=1&timeout_s=0.5&connect_timeout_s=0.2&retries=0"
         yield server, "object", f"s3://bucket?endpoint=http://127.0.0.1:{server.port}&{options}"
 
 
@@ -35,6 +35,8 @@ def storage(request, monkeypatch):
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
     with request.param() as found:
         yield found
 

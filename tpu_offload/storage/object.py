@@ -84,19 +84,23 @@ class ObjectTier(StorageTier):
     def _start(self) -> None:
         """Adopts the generation that the store names, or names a new one there."""
         try:
+            if not self._adopt():
+                self._publish()
+                self._adopt()  # only to find that reads are refused
+        except (BaseError, OSError) as e:
+            self._check_unreachable(e.__cause__ or e)
+
+    def _adopt(self) -> bool:
+        try:
             found = bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
-            if _GENERATION.fullmatch(found):
-                self._generation, self._is_published = found, True
         except FileNotFoundError as e:
             if "NoSuchBucket" in str(e):
-                raise self._refused(e) from None
-        except (BaseError, OSError) as e:
-            self._check_unreachable(e)
-            return
-        try:
-            self._publish()
-        except OSError as e:
-            self._check_unreachable(e.__cause__ or e)
+                raise
+            return False
+        if not _GENERATION.fullmatch(found):
+            return False
+        self._generation, self._is_published = found, True
+        return True
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
