@@ -156,7 +156,7 @@ class ValkeyTier(StorageTier):
         return found
 
     def stored_keys(self) -> Sequence[bytes]:
-        """Some keys, of any engine, in no order; none if the server does not answer."""
+        """Keys of all engines, at most `num_chunks`, the same for every worker; none if the server does not answer."""
         try:
             prefix = self._prefix()
             scan = self._scan_cluster if isinstance(self._readers, GlideClusterClient) else self._scan
@@ -164,8 +164,8 @@ class ValkeyTier(StorageTier):
         except OSError as e:
             _logger.warning("storage tier: the keys of %s cannot be listed (%s)", self._where, e)
             return ()
-        # A scan may return a key twice.
-        return list(dict.fromkeys(name[len(prefix) :] for name in found))[: self.spec.num_chunks]
+        # A scan may return a key twice. In the order of the keys, workers agree on which of too many they list.
+        return sorted({name[len(prefix) :] for name in found})[: self.spec.num_chunks]
 
     def clear(self) -> None:
         """See `StorageTier.clear`. It empties the tier of every engine; the server evicts the records in time."""
@@ -244,18 +244,17 @@ class ValkeyTier(StorageTier):
         assert isinstance(self._readers, GlideClient)
         found: list[Any] = []
         cursor: Any = b"0"
-        while len(found) < 2 * self.spec.num_chunks:
+        while True:
             cursor, names = self._readers.scan(cursor, match=pattern, count=_BATCH)
             found += names
             if cursor == b"0":
-                break
-        return found
+                return found
 
     def _scan_cluster(self, pattern: bytes) -> list[bytes]:
         assert isinstance(self._readers, GlideClusterClient)
         found: list[Any] = []
         cursor: Any = ClusterScanCursor()
-        while not cursor.is_finished() and len(found) < 2 * self.spec.num_chunks:
+        while not cursor.is_finished():
             cursor, names = self._readers.scan(cursor, match=pattern, count=_BATCH)
             found += names
         return found
