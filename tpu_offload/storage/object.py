@@ -219,8 +219,6 @@ class ObjectTier(StorageTier):
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
-        if self._is_published:
-            return
         with self._lock:
             if self._is_published:
                 return

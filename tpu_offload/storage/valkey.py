@@ -21,19 +21,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from glide_shared.commands.core_options import ConditionalChange, ExpirySet, ExpiryType, InfoSection
-from glide_shared.config import (
+from glide_sync import (
     AdvancedGlideClientConfiguration,
     AdvancedGlideClusterClientConfiguration,
     BackoffStrategy,
+    Batch,
+    ClusterBatch,
+    ClusterScanCursor,
+    ConditionalChange,
+    ExpirySet,
+    ExpiryType,
+    GlideClient,
     GlideClientConfiguration,
+    GlideClusterClient,
     GlideClusterClientConfiguration,
+    GlideError,
+    InfoSection,
+    Logger,
+    LogLevel,
     NodeAddress,
     ServerCredentials,
     TlsAdvancedConfiguration,
 )
-from glide_sync import Batch, ClusterBatch, ClusterScanCursor, GlideClient, GlideClusterClient, GlideError
-from glide_sync.logger import Level, Logger
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
@@ -253,10 +262,11 @@ class ValkeyTier(StorageTier):
     def _scan_cluster(self, pattern: bytes) -> list[bytes]:
         assert isinstance(self._readers, GlideClusterClient)
         found: list[Any] = []
-        cursor: Any = ClusterScanCursor()
+        cursor: Any = ClusterScanCursor()  # type: ignore[no-untyped-call]
         while not cursor.is_finished():
-            cursor, names = self._readers.scan(cursor, match=pattern, count=_BATCH)
-            found += names
+            answer: Any = self._readers.scan(cursor, match=pattern, count=_BATCH)
+            cursor = answer[0]
+            found += answer[1]
         return found
 
 
@@ -290,7 +300,7 @@ def _connector(options: UrlOptions) -> Callable[[], Client]:
     if path and (is_cluster or not path.isdecimal()):
         raise ConfigError(f"{SETTING}: /{one_line(path)}; expected the number of a database, or none for a cluster")
     # Its log goes to standard error, and what it says comes back with each error.
-    Logger.init(Level.OFF)
+    Logger.init(LogLevel.OFF)
     if is_cluster:
         advanced = AdvancedGlideClusterClientConfiguration(connect_ms, tls)
         config = GlideClusterClientConfiguration(**common, advanced_config=advanced)
