@@ -11,6 +11,7 @@ import pytest
 
 from tests.storage import servers
 from tests.storage.conformance import CHECKS, FORMAT, NUM_CHUNKS, SPEC, key_of, new_record, payload, read, sealed, write
+from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
 from tpu_offload.storage.object import ObjectTier
@@ -148,6 +149,27 @@ def test_files_of_a_killed_writer_are_removed(tmp_path):
     with opened(f"file://{tmp_path}") as tier:
         assert tier.stored_keys() == [key_of(1)]
         assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def kill_often(url, seeds):
+    for seed in seeds:
+        lines = run_until_killed(url, seed)
+        with opened(url) as tier:
+            keys = tier.stored_keys()
+            expect_sound(tier, keys, lines)
+            swept(tier)
+            assert names(tier) == sorted([tier._marker, *map(tier._name, keys)]), "nothing else is left"
+            if tier._directory is not None:
+                assert len([path for path in tier._directory.rglob("*") if path.is_file()]) == len(keys) + 1
+
+
+def test_killed_at_any_moment(store_url):
+    kill_often(store_url, range(3))
+
+
+@pytest.mark.slow
+def test_killed_a_hundred_times(store_url):
+    kill_often(store_url, range(100, 200))
 
 
 def test_a_value_of_another_size_is_missing(store_url):
