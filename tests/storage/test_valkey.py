@@ -92,6 +92,25 @@ def test_a_lost_generation_is_written_again(server, always_ask):
             assert read(other, key_of(1)) == payload(1)
 
 
+def test_engines_that_start_at_once_agree(server):
+    """Another one writes its generation between the two requests of this one."""
+    theirs = "0123456789abcdef"
+    with opened(server) as tier:
+        client = tier._writers
+        client.delete([tier._marker])
+        get = client.get
+
+        def get_before_theirs(key):
+            client.get = get
+            found = get(key)
+            client.set(key, theirs)
+            return found
+
+        client.get = get_before_theirs
+        tier._ask()
+        assert tier._generation == theirs
+
+
 def test_a_generation_that_was_left_never_comes_back(server, always_ask):
     with opened(server) as first, opened(server) as second:
         write(first, key_of(1), 1)
