@@ -282,7 +282,16 @@ def normal(name):
 REQUIRED = requirements()
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by vLLM's environment
-EXTRAS = {"engine": ("engine",), "cli": ("cli", "engine")}  # by part; the other parts need none
+EXTRAS = {  # by part or file, the first one of its own; the others need none
+    "engine": ("engine",),
+    "cli": ("cli", "engine"),
+    "storage/object.py": ("object",),
+    "storage/valkey.py": ("valkey",),
+}
+
+
+def extras_of(path):
+    return EXTRAS.get(path) or EXTRAS.get(part_of(path), ())
 
 
 def needed(path, tree):
@@ -293,17 +302,18 @@ def needed(path, tree):
 
 @pytest.mark.parametrize("path", MODULES)
 def test_imports_are_required(path):
-    allowed = set.union(*(REQUIRED[extra] for extra in ("", *EXTRAS.get(part_of(path), ()))))
+    allowed = set.union(*(REQUIRED[extra] for extra in ("", *extras_of(path))))
     assert needed(path, MODULES[path]) <= allowed
 
 
 def test_no_more_is_required_than_imported():
-    used: dict[str, set[str]] = {extra: set() for extra in ("", "engine", "cli")}
+    used: dict[str, set[str]] = {extra: set() for extra in ("", "engine", "cli", "object", "valkey")}
     for path, tree in MODULES.items():
-        used[part_of(path) if part_of(path) in EXTRAS else ""] |= needed(path, tree)
-    assert REQUIRED[""] == used[""] | {"jaxlib"}  # imported by jax; we set its lower bound
-    assert REQUIRED["engine"] == used["engine"] - REQUIRED[""]
-    assert REQUIRED["cli"] == used["cli"] - REQUIRED[""]
+        used[next(iter(extras_of(path)), "")] |= needed(path, tree)
+    always = used.pop("") | {"jaxlib"}  # imported by jax; we set its lower bound
+    assert REQUIRED[""] == always
+    for extra, names in used.items():
+        assert REQUIRED[extra] == names - always
 
 
 # --- these rules can fail -----------------------------------------------------------------------

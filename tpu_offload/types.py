@@ -329,6 +329,7 @@ class WorkerSetup:
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
       storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
       stored_keys: chunks that the storage tier of this worker had when it started, oldest first.
+      shares_storage: whether other engines use its storage tier, too, so that these chunks may be theirs.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 
@@ -345,6 +346,7 @@ class WorkerSetup:
     max_swap_blocks: int
     storage_chunks: int = 0
     stored_keys: tuple[ChunkKey, ...] = ()
+    shares_storage: bool = False
     segment_states: int = 0
     rival: int = 0
 

@@ -1,4 +1,4 @@
-"""A process that uses a file tier at random until it is killed: `python -m tests.storage.kill_child DIR SEED`.
+"""A process that uses a tier at random until it is killed: `python -m tests.storage.kill_child DIR-or-URL SEED`.
 
 It prints a line before and after each call, which is what is known of it when it is gone.
 """
@@ -10,6 +10,7 @@ import sys
 from tests.storage.conformance import NUM_CHUNKS, SPEC, key_of, payload, read, start, write
 from tpu_offload.storage import StorageSpec
 from tpu_offload.storage.file import FileTier
+from tpu_offload.storage.object import ObjectTier
 
 NUM_KEYS = 3 * NUM_CHUNKS
 
@@ -19,19 +20,20 @@ def seed_of(number: int) -> int:
     return 31 * number + 7
 
 
-def spec_of(directory: str) -> StorageSpec:
+def spec_of(place: str) -> StorageSpec:
+    """Of the file tier in a directory, or of the object tier at a URL."""
     return StorageSpec(
         record_nbytes=SPEC.record_nbytes,
         num_chunks=NUM_CHUNKS,
         worker_id=SPEC.worker_id,
         fingerprint=SPEC.fingerprint,
-        options=f"{directory},min_free_gb=0",
+        options=place if "://" in place else f"{place},min_free_gb=0",
     )
 
 
-def main(directory: str, seed: int) -> None:
+def main(place: str, seed: int) -> None:
     rng = random.Random(seed)
-    tier, keys = start(FileTier, spec_of(directory))
+    tier, keys = start(ObjectTier if "://" in place else FileTier, spec_of(place))
     held = {number for number in range(NUM_KEYS) if key_of(number) in keys}
     print("began", flush=True)
     for _ in itertools.count():

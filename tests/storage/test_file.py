@@ -471,12 +471,11 @@ def run_until_killed(directory, seed):
     return [line.split() for line in lines if line.endswith("\n")]  # it may be killed while it prints
 
 
-def expect_sound(directory, lines):
+def expect_sound(tier, keys, lines):
     """Nothing of before the last clear is there, what was written is, and no byte is wrong."""
     clears = [i for i, line in enumerate(lines) if line[:2] == ["done", "clear"]]
     since = lines[clears[-1] :] if clears else lines
     written = {int(line[1]) for line in since if line[0] == "write"}
-    tier, keys = opened(directory)
     found = {number for number in range(kill_child.NUM_KEYS) if key_of(number) in keys}
     assert len(found) == len(keys)
     if clears:
@@ -497,14 +496,15 @@ def expect_sound(directory, lines):
             assert number in found
         except (KeyError, OSError, TransferError):
             assert number not in held - torn
-    tier.close()
 
 
 def kill_often(directory, seeds):
     sizes = set()
     for seed in seeds:
         lines = run_until_killed(directory, seed)
-        expect_sound(directory, lines)
+        tier, keys = opened(directory)
+        expect_sound(tier, keys, lines)
+        tier.close()
         sizes.add(size_of(directory))
         assert sorted(p.name for p in (directory / "worker-1").iterdir()) == ["directory.bin", "lock", "segment-000.kv"]
     assert max(sizes) <= NUM_CHUNKS * SPEC.record_nbytes + 64 * 1024

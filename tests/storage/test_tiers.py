@@ -148,5 +148,5 @@ def test_a_bad_name_is_one_clear_line(name, message):
 
 def test_the_error_lists_the_registered_names(monkeypatch):
     monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
-    with pytest.raises(ConfigError, match="expected one of file, memory, or module:Class"):
+    with pytest.raises(ConfigError, match="expected one of file, object, valkey, memory, or module:Class"):
         make_tier("memroy", SPEC)

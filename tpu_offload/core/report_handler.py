@@ -18,7 +18,7 @@ from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
-from tpu_offload.types import CacheEpoch, ChunkKey, Direction, StepReport, WorkerSetup
+from tpu_offload.types import CacheEpoch, Direction, StepReport, WorkerSetup
 
 _logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class ReportHandler:
             self._workers.set_epoch(
                 CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0)
             )
-            self._storage.adopt(report.worker_id, _stored_keys(report))
+            self._adopt_stored(report)
 
     def _check_cache_losses(self, report: StepReport) -> None:
         incarnation, num_losses = self._workers.known_epoch(report.worker_id)
@@ -186,11 +186,16 @@ class ReportHandler:
         self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
-        self._storage.adopt(worker_id, _stored_keys(report))
+        self._adopt_stored(report)
         # The jobs have not ended: plans made before this report may still reach the new incarnation.
         self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
         # What it has allocated may be more than before; the rest of the report is applied next and raises these.
         self._pools.restart(report)
+
+    def _adopt_stored(self, report: StepReport) -> None:
+        """A worker has started: what its storage tier has."""
+        keys, is_shared = (report.setup.stored_keys, report.setup.shares_storage) if report.setup else ((), False)
+        self._storage.adopt(report.worker_id, keys, is_shared=is_shared)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""
@@ -212,10 +217,6 @@ class ReportHandler:
                 or (promise.checkpoint is not None and overlaps(promise.checkpoint.slots, first, end))
             ):
                 promise.lost = True
-
-
-def _stored_keys(report: StepReport) -> tuple[ChunkKey, ...]:
-    return report.setup.stored_keys if report.setup is not None else ()
 
 
 def _paths(setup: WorkerSetup) -> Iterator[tuple[Direction, CopyPath]]:

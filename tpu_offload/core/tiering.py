@@ -95,7 +95,7 @@ class StoragePlanner:
         self._keys = context.keys
         self._listings: dict[int, Sequence[ChunkKey]] = {}  # by worker, until all have started
         self._num_workers = num_workers
-        self._has_adopted = False
+        self._has_adopted = self._is_shared = False
         # By promotion in flight: when it was planned, and the bytes in flight then, its own included.
         self._reading: dict[int, tuple[float, int]] = {}
         self._costs = context.costs
@@ -298,13 +298,15 @@ class StoragePlanner:
         self._stored.clear()
         self._fail_jobs("storage was cleared")
 
-    def adopt(self, worker_id: int, listed: Sequence[ChunkKey]) -> None:
+    def adopt(self, worker_id: int, listed: Sequence[ChunkKey], *, is_shared: bool = False) -> None:
         """A worker has started, for the first time or again, and has these chunks in storage, oldest first.
 
-        A chunk is stored if all workers have it. Jobs in flight fail: the worker has lost them.
+        A chunk is stored if all workers have it. Jobs in flight fail: the worker has lost them. A tier that other
+        engines share makes room by itself: what this one no longer knows is not deleted.
         """
         if not self._num_chunks:
             return
+        self._is_shared = self._is_shared or is_shared
         self._candidates.clear()
         self._victims.clear()
         self._fail_jobs(f"worker {worker_id} has restarted")
@@ -332,6 +334,8 @@ class StoragePlanner:
         self._delete_unknown(itertools.chain(*listings))
 
     def _delete_unknown(self, listed: Iterable[ChunkKey]) -> None:
+        if self._is_shared:
+            return
         for key in listed:
             if key not in self._stored and key not in self._writing:
                 self._to_delete[key] = None
@@ -391,9 +395,10 @@ class StoragePlanner:
             short -= 1
 
     def _forget(self, key: ChunkKey) -> None:
-        """A chunk is not stored any more; every worker has to delete its shard."""
+        """A chunk is not stored any more; every worker has to delete its shard, unless others may read it."""
         self._stored.pop(key, None)
-        self._to_delete[key] = None
+        if not self._is_shared:
+            self._to_delete[key] = None
 
     def _plan(
         self,

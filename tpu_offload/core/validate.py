@@ -307,6 +307,9 @@ def _setup_error(setup: Any) -> str:
     stored = setup.stored_keys
     if type(stored) is not tuple or not all(type(key) is bytes and key for key in stored):
         return "the stored keys of a worker are not a tuple of bytes"
+    shares_storage: Any = setup.shares_storage
+    if type(shares_storage) is not bool:
+        return f"the setup of a worker has shares_storage={shares_storage!r:.200}; expected a bool"
     return ""
 
 

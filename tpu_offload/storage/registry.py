@@ -7,7 +7,11 @@ from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.values import one_line
 
-STORAGE_TIERS: dict[str, str] = {"file": "tpu_offload.storage.file:FileTier"}
+STORAGE_TIERS: dict[str, str] = {
+    "file": "tpu_offload.storage.file:FileTier",
+    "object": "tpu_offload.storage.object:ObjectTier",
+    "valkey": "tpu_offload.storage.valkey:ValkeyTier",
+}
 """The `module:Class` of each tier, by name; modules are imported on use."""
 
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="

@@ -85,4 +85,5 @@ def describe_setup(
         max_swap_blocks=config.max_swap_blocks(layout),
         storage_chunks=config.storage_chunks,
         stored_keys=storage.stored_keys if storage is not None else (),
+        shares_storage=storage is not None and storage.is_shared,
     )

@@ -139,6 +139,11 @@ class StorageCopies:
         self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other engines use the tier, too."""
+        return self._io.tier.is_shared
+
+    @property
     def stored_keys(self) -> tuple[ChunkKey, ...]:
         """What earlier incarnations of this worker left in storage, oldest first."""
         return self._stored_keys

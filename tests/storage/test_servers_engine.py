@@ -1,0 +1,166 @@
+"""The embedded engine above a server that freezes, dies, returns or is full: fewer hits, the same tokens."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.helpers import TINY, make_request, random_tokens, rounds, serve, serve_rounds, tokens_of
+from tests.storage import servers
+from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
+from tpu_offload.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tokens_of(serve_rounds(Engine(TINY, TIGHT), rounds()))
+
+
+@contextlib.contextmanager
+def valkey(**limits):
+    with servers.running(servers.valkey(**limits)) as server:
+        yield server, "valkey", f"valkey://127.0.0.1:{server.port}?timeout_s=0.2&connect_timeout_s=0.2"
+
+
+@contextlib.contextmanager
+def s3():
+    with servers.running(servers.moto) as server:
+        servers.make_bucket(server.port, "bucket")
+        options = "region=us-east-1&allow_http=1&timeout_s=0.5&connect_timeout_s=0.2&retries=0"
+        yield server, "object", f"s3://bucket?endpoint=http://127.0.0.1:{server.port}&{options}"
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
+
+
+@pytest.fixture(params=[valkey, s3])
+def storage(request):
+    with request.param() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def engine_above(tier, options, **changes):
+    settings = {"storage_tier": tier, "storage_options": options, "breaker_failures": 3, "storage_wait_s": 5.0}
+    engine = Engine(TINY, TIGHT, offload=make_offload(**(settings | changes)))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_conversations_return_through_a_server(plain, storage):
+    _, tier, options = storage
+    with engine_above(tier, options) as engine:
+        assert tokens_of(serve_slowly(engine, rounds())) == plain
+        stats = engine.offload_stats()
+        assert stats.cascaded_chunks > 0
+        assert stats.promoted_chunks > 0
+
+
+@pytest.mark.parametrize("fault", ["freeze", "kill"])
+def test_a_server_that_does_not_answer_costs_hits_and_no_token(plain, storage, fault):
+    server, tier, options = storage
+    first, second, third = rounds()
+    with engine_above(tier, options) as engine:
+        outputs = serve_slowly(engine, [first])
+        getattr(server, fault)()
+        outputs |= serve_slowly(engine, [second, third])
+        assert tokens_of(outputs) == plain
+        stats = engine.offload_stats()
+        assert stats.failed_storage_chunks > 0
+        assert stats.num_breaker_openings > 0
+        if fault == "freeze":
+            server.thaw()
+
+
+def test_a_server_that_returns_is_used_again(plain):
+    first, second, third = rounds()
+    with valkey() as (server, tier, options), engine_above(tier, options, breaker_retry_s=0.01) as engine:
+        outputs = serve_slowly(engine, [first])
+        server.kill()
+        outputs |= serve_slowly(engine, [second])
+        failed = engine.offload_stats().failed_storage_chunks
+        assert failed > 0
+        server.start()
+        outputs |= serve_slowly(engine, [third])
+        assert tokens_of(outputs) == plain
+        for i in range(50):  # until the breakers are closed
+            before = engine.offload_stats()
+            serve(engine, [make_request(f"later-{i}", random_tokens(100 + i % 10, 40))])
+            settle(engine)
+            stats = engine.offload_stats()
+            if stats.promoted_chunks > before.promoted_chunks and not stats.num_open_breakers:
+                return
+        raise AssertionError("nothing is read from a server that is there again")
+
+
+@contextlib.contextmanager
+def calm_valkey():
+    """With timeouts that a busy machine does not reach."""
+    with servers.running(servers.valkey()) as server:
+        yield "valkey", f"valkey://127.0.0.1:{server.port}?timeout_s=60&connect_timeout_s=60"
+
+
+def test_another_process_finds_what_it_never_computed(plain):
+    with calm_valkey() as (tier, url):
+        with engine_above(tier, url) as engine:
+            serve_slowly(engine, rounds()[:2])
+            num_stored = engine.offload_stats().num_stored_chunks
+        child = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.storage.shared_child", url],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    assert found["restored"] == num_stored > 0
+    assert found["promoted"] > 0
+    assert found["failed"] == 0
+    assert {name: tuple(tokens) for name, tokens in found["tokens"].items()} == {
+        name: tokens for name, tokens in plain.items() if name in found["tokens"]
+    }
+
+
+def test_no_engine_deletes_what_another_has_stored(plain):
+    """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
+    with calm_valkey() as (tier, url), engine_above(tier, url) as first:
+        serve_slowly(first, rounds()[:1])
+        keys = sorted(first._offload._scheduler._storage._stored)
+        with engine_above(tier, url, num_storage_chunks=20) as second:
+            assert second.offload_stats().restored_chunks == 20 < len(keys)
+            assert tokens_of(serve_slowly(second, rounds())) == plain
+            assert second.offload_stats().num_evicted_storage_chunks > 0
+        assert all(tier_of(first).exists(keys))
+
+
+def test_a_restart_finds_what_an_s3_server_has(plain):
+    with s3() as (_, tier, options):
+        with engine_above(tier, options) as engine:
+            serve_slowly(engine, rounds()[:2])
+            num_stored = engine.offload_stats().num_stored_chunks
+        with engine_above(tier, options) as engine:
+            assert engine.offload_stats().restored_chunks == num_stored > 0
+            third = tokens_of(serve_slowly(engine, rounds()[2:]))
+            assert third == {name: plain[name] for name in third}
+            assert engine.offload_stats().promoted_chunks > 0
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
+def test_a_server_that_is_full(plain, policy):
+    with valkey(maxmemory="1500kb", policy=policy) as (_, tier, options), engine_above(tier, options) as engine:
+        assert tokens_of(serve_slowly(engine, rounds())) == plain
+        assert engine.offload_stats().failed_storage_chunks > 0

@@ -1,0 +1,408 @@
+"""The valkey tier on a real server: the contract, sharing, generations, and a server that is late, dead or full."""
+
+import contextlib
+import dataclasses
+import datetime
+import ipaddress
+import logging
+import time
+
+import pytest
+
+from tests.storage import servers
+from tests.storage.conformance import CHECKS, FORMAT, NUM_CHUNKS, SPEC, key_of, new_record, payload, read, sealed, write
+from tpu_offload.errors import ConfigError
+from tpu_offload.storage import valkey
+from tpu_offload.storage.valkey import ValkeyTier
+
+LATE_S = 30.0  # a generous end for what should take less than a second
+
+
+def url(server, options="", scheme="valkey"):
+    return f"{scheme}://127.0.0.1:{server.port}?timeout_s=0.3&connect_timeout_s=0.5{options}"
+
+
+def spec_for(server, options="", **changes):
+    return dataclasses.replace(SPEC, options=url(server, options), **changes)
+
+
+@contextlib.contextmanager
+def opened(server, options="", **changes):
+    tier = ValkeyTier(spec_for(server, options, **changes))
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+@pytest.fixture
+def server():
+    with servers.running(servers.valkey()) as server:
+        yield server
+
+
+@pytest.fixture
+def always_ask(monkeypatch):
+    monkeypatch.setattr(valkey, "_ASK_S", 0.0)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance(server, check):
+    check(lambda spec: ValkeyTier(dataclasses.replace(spec, options=url(server))))
+
+
+# --- sharing and generations --------------------------------------------------------------------
+
+
+def test_engines_share_what_they_write(server):
+    with opened(server) as first, opened(server) as second:
+        for i in range(0, 6, 2):
+            write(first, key_of(i), i)
+        assert second.exists([key_of(i) for i in range(6)]) == [True, False] * 3
+        for i in range(0, 6, 2):
+            assert read(second, key_of(i)) == payload(i)
+        assert first.exists(()) == []
+
+
+def test_workers_and_models_are_apart(server):
+    with opened(server) as tier, opened(server, worker_id=2) as worker, opened(server, fingerprint="0f" * 16) as model:
+        write(tier, key_of(1), 1)
+        assert [list(other.exists([key_of(1)])) for other in (tier, worker, model)] == [[True], [False], [False]]
+        assert not worker.stored_keys()
+
+
+def test_a_clear_empties_the_tier_of_all_engines(server, always_ask):
+    with opened(server) as first, opened(server) as second:
+        write(first, key_of(1), 1)
+        second.clear()
+        for tier in (first, second):
+            assert tier.exists([key_of(1)]) == [False]
+        write(first, key_of(2), 2)
+        assert read(second, key_of(2)) == payload(2), "both are in the new generation"
+    with opened(server) as later:
+        assert later.stored_keys() == [key_of(2)]
+
+
+def test_a_lost_generation_is_written_again(server, always_ask):
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        tier._writers.delete([tier._marker])
+        assert read(tier, key_of(1)) == payload(1)
+        with opened(server) as other:
+            assert read(other, key_of(1)) == payload(1)
+
+
+def test_engines_that_start_at_once_agree(server):
+    """Another one writes its generation between the two requests of this one."""
+    theirs = "0123456789abcdef"
+    with opened(server) as tier:
+        client = tier._writers
+        client.delete([tier._marker])
+        get = client.get
+
+        def get_before_theirs(key):
+            client.get = get
+            found = get(key)
+            client.set(key, theirs)
+            return found
+
+        client.get = get_before_theirs
+        tier._ask()
+        assert tier._generation == theirs
+
+
+def test_a_generation_that_was_left_never_comes_back(server, always_ask):
+    with opened(server) as first, opened(server) as second:
+        write(first, key_of(1), 1)
+        old = first._generation
+        second.clear()
+        second._writers.set(second._marker, old)  # as an engine does that has not seen the `clear`
+        assert second.exists([key_of(1)]) == [False]
+        assert first.exists([key_of(1)]) == [False]
+        assert first._generation == second._generation != old
+
+
+def test_a_clear_while_the_generation_is_read(server, always_ask):
+    """The answer is of before the clear, and must not bring it back."""
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        agree, old = tier._agree, tier._generation
+
+        def slowly(*args):
+            tier._agree = agree
+            found = agree(*args)
+            tier.clear()
+            return found
+
+        tier._agree = slowly
+        assert tier.exists([key_of(1)]) == [False]
+        assert tier._generation != old
+
+
+def test_a_clear_without_a_server_is_made_durable_later(server):
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        server.freeze()
+        with pytest.raises(OSError, match="timed out"):
+            tier.clear()
+        server.thaw()
+        assert tier.exists([key_of(1)]) == [False]
+    with opened(server) as later:
+        assert later.exists([key_of(1)]) == [False]
+        assert not later.stored_keys()
+
+
+def test_records_expire(server):
+    with opened(server, "&ttl_s=1000") as tier:
+        write(tier, key_of(1), 1)
+        assert 900 < tier._readers.ttl(tier._prefix() + key_of(1)) <= 1000
+
+
+def test_keys_are_listed_up_to_a_bound(server):
+    with opened(server, num_chunks=5) as tier:
+        for i in range(NUM_CHUNKS):
+            write(tier, key_of(i), i)
+        assert tier.stored_keys() == sorted(key_of(i) for i in range(NUM_CHUNKS))[:5], "the same for every worker"
+
+
+def test_a_value_of_another_size_is_missing(server):
+    with opened(server) as tier:
+        for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
+            tier._writers.set(tier._prefix() + key_of(1), text)
+            with pytest.raises((KeyError, OSError)):
+                tier.read(key_of(1), new_record())
+
+
+# --- a server that is late, dead or full --------------------------------------------------------
+
+
+def calls(tier):
+    record = sealed(tier, key_of(1), 1)
+    return [
+        lambda: tier.write(key_of(1), record),
+        lambda: tier.read(key_of(1), new_record()),
+        lambda: tier.delete([key_of(1)]),
+        lambda: tier.exists([key_of(1)]),
+        tier.clear,
+    ]
+
+
+def test_a_frozen_server_is_an_error_by_the_timeout(server):
+    with opened(server) as tier:
+        write(tier, key_of(2), 2)
+        server.freeze()
+        for call in calls(tier):
+            start_s = time.monotonic()
+            with pytest.raises(OSError, match="timed out"):
+                call()
+            assert time.monotonic() - start_s < LATE_S
+        server.thaw()
+        write(tier, key_of(3), 3)
+        assert read(tier, key_of(3)) == payload(3)
+
+
+def test_memory_of_a_write_that_timed_out_is_not_read_later(server):
+    with opened(server) as tier:
+        tier._prefix()
+        server.freeze()
+        record = sealed(tier, key_of(1), 1)
+        with pytest.raises(OSError, match="timed out"):
+            tier.write(key_of(1), record)
+        record[:] = bytes(len(record))
+        server.thaw()
+        deadline_s = time.monotonic() + LATE_S
+        while not tier.exists([key_of(1)])[0]:
+            assert time.monotonic() < deadline_s
+        assert read(tier, key_of(1)) == payload(1)
+
+
+def test_a_server_that_dies_and_returns_empty(server):
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        server.kill()
+        for call in calls(tier)[:-1]:
+            with pytest.raises(OSError, match="Error"):
+                call()
+        server.start()
+        with pytest.raises(KeyError):
+            read_soon(tier, key_of(1))
+        write(tier, key_of(1), 2)
+        assert read(tier, key_of(1)) == payload(2)
+
+
+def test_a_server_that_dies_and_returns_intact(tmp_path):
+    durable = ("--appendonly", "yes", "--appendfsync", "always", "--dir", str(tmp_path))
+    with servers.running(servers.valkey(*durable)) as server, opened(server) as tier:
+        write(tier, key_of(1), 1)
+        server.kill()
+        server.start()
+        assert read_soon(tier, key_of(1)) == payload(1)
+        with opened(server) as later:
+            assert later.stored_keys() == [key_of(1)]
+
+
+def read_soon(tier, key):
+    """Reads, once the client has found the server again."""
+    deadline_s = time.monotonic() + LATE_S
+    while True:
+        try:
+            return read(tier, key)
+        except OSError:
+            assert time.monotonic() < deadline_s
+
+
+def fill(tier, num_chunks):
+    for i in range(num_chunks):
+        write(tier, key_of(i), i)
+
+
+def test_a_full_server_refuses_and_goes_on(caplog):
+    with servers.running(servers.valkey(maxmemory="4mb", policy="noeviction")) as server, opened(server) as tier:
+        assert "maxmemory-policy noeviction" in caplog.text
+        with pytest.raises(OSError, match="OOM"):
+            fill(tier, 1000)
+        assert read(tier, key_of(0)) == payload(0)
+        tier.delete([key_of(i) for i in range(1000)])
+        write(tier, key_of(0), 5)
+        assert read(tier, key_of(0)) == payload(5)
+
+
+def test_what_the_server_evicts_is_missing(caplog):
+    with servers.running(servers.valkey(maxmemory="4mb")) as server, opened(server) as tier:
+        assert not caplog.text
+        fill(tier, 600)
+        found = tier.exists([key_of(i) for i in range(600)])
+        assert 0 < sum(found) < 600
+        with pytest.raises(KeyError):
+            read(tier, key_of(found.index(False)))
+        assert read(tier, key_of(599)) == payload(599)
+
+
+# --- start --------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_yet(server, caplog):
+    server.kill()
+    with opened(server) as tier:
+        (warning,) = caplog.messages
+        assert "does not answer" in warning
+        assert "\n" not in warning
+        assert tier.stored_keys() == ()
+        with pytest.raises(OSError, match="Error"):
+            read(tier, key_of(1))
+        server.start()
+        with pytest.raises(KeyError):
+            read_soon(tier, key_of(1))
+        write(tier, key_of(1), 1)
+        assert read(tier, key_of(1)) == payload(1)
+
+
+def refused(options, caplog):
+    with pytest.raises(ConfigError) as caught:
+        ValkeyTier(dataclasses.replace(SPEC, options=options))
+    assert "\n" not in str(caught.value)
+    assert "SECRET" not in str(caught.value) + caplog.text
+    return str(caught.value)
+
+
+def test_passwords(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "right").write_text("SECRET-right\n")
+    (tmp_path / "wrong").write_text("SECRET-wrong\n")
+    with servers.running(servers.valkey("--requirepass", "SECRET-right")) as server:
+        assert "NOAUTH" in refused(url(server), caplog)
+        assert "WRONGPASS" in refused(url(server, f"&password_file={tmp_path}/wrong"), caplog)
+        assert "WRONGPASS" in refused(url(server, f"&user=kv&password_file={tmp_path}/right"), caplog)
+        with opened(server, f"&password_file={tmp_path}/right") as tier:
+            tier._writers.custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
+            tier._writers.custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
+            write(tier, key_of(1), 1)
+        with opened(server, f"&user=kv&password_file={tmp_path}/right") as tier:
+            assert read(tier, key_of(1)) == payload(1)
+        assert "No permissions to access a key" in refused(
+            url(server, f"&user=no&password_file={tmp_path}/right"), caplog
+        )
+    assert "SECRET" not in caplog.text
+
+
+def test_a_server_without_tls(server, caplog):
+    tier = ValkeyTier(dataclasses.replace(SPEC, options=url(server, scheme="valkeys")))
+    (warning,) = caplog.messages
+    assert warning.endswith("does it have TLS?")
+    with pytest.raises(OSError, match="Error"):
+        read(tier, key_of(1))
+    tier.close()
+
+
+def make_certificate(folder, name):
+    """A certificate that is its own authority, and its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (folder / f"{name}.pem").write_bytes(certificate.public_bytes(pem))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+
+
+def test_tls(server, tmp_path, caplog):
+    make_certificate(tmp_path, "own")
+    make_certificate(tmp_path, "other")
+    with servers.tls_proxy(server.port, tmp_path / "own.pem", tmp_path / "own.key") as port:
+        proxied = servers.Server(lambda port: ())
+        proxied.port = port
+        options = url(proxied, f"&ca_file={tmp_path}/own.pem", scheme="valkeys")
+        with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options))) as tier:
+            write(tier, key_of(1), 1)
+            assert read(tier, key_of(1)) == payload(1)
+        for wrong in ("", f"&ca_file={tmp_path}/other.pem"):
+            assert "certificate" in refused(url(proxied, wrong, scheme="valkeys"), caplog)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "expected valkey://, valkeys://, redis://, rediss://, such as valkey://host:6379"),
+        ("/mnt/disk", "expected valkey://"),
+        ("s3://bucket", "expected valkey://"),
+        ("valkey://", "such as valkey://host:6379"),
+        ("valkey://host:0", "such as valkey://host:6379"),
+        ("valkey://host:x,other", "such as valkey://host:6379"),
+        ("valkey://host:1#x", "expected valkey://"),
+        ("valkey://[::1", "is not a URL"),
+        ("valkey://bob:SECRET@host:1", "has a user or password before the host"),
+        ("valkey://host:1?timeout=1", "has no option 'timeout'; did you mean timeout_s?"),
+        ("valkey://host:1?password=SECRET", "has no option 'password'"),
+        ("valkey://host:1?timeout_s=0", "timeout_s='0'; expected a number from 0.01 to 3600"),
+        ("valkey://host:1?timeout_s=nan", "expected a number"),
+        ("valkey://host:1?timeout_s=1&timeout_s=2", "an option is given twice"),
+        ("valkey://host:1?cluster=maybe", "cluster='maybe'; expected true or false"),
+        ("valkey://host:1?timeout_s", "is not a URL with options"),
+        ("valkey://host:1/a", "expected the number of a database"),
+        ("valkey://host:1/1?cluster=1", "none for a cluster"),
+        ("valkey://host:1?user=bob", "without password_file"),
+        ("valkey://host:1?password_file=/no/such/file", "a file that can be read"),
+        ("valkey://host:1?ca_file=/dev/null", "can"),
+        ("valkey://no-such-host.invalid:1", "failed to lookup address"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(options, message, caplog):
+    text = refused(options, caplog)
+    assert text.startswith("TPU_OFFLOAD_STORAGE_OPTIONS")
+    assert message in text

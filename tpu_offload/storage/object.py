@@ -1,0 +1,385 @@
+"""The `object` tier: records as objects of a bucket, a directory or memory, through obstore.
+
+    TPU_OFFLOAD_STORAGE_OPTIONS=s3://bucket/prefix?endpoint=https://host&region=us-east-1
+
+An object is named `<fingerprint>/<worker>/<generation>/<key>.kv`, the key in hexadecimal. Keys are hashes, so names
+spread over the key range of a bucket. The object `<fingerprint>/<worker>/generation` names the current generation, a
+random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
+background.
+
+A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
+memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
+is stored at all, has other bytes; readers verify every record.
+"""
+
+import itertools
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import GCSStore, LocalStore, MemoryStore, S3Store
+
+from tpu_offload.errors import ConfigError
+from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.url_options import SETTING, UrlOptions
+from tpu_offload.values import one_line
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+_logger = logging.getLogger(__name__)
+
+type Store = S3Store | GCSStore | LocalStore | MemoryStore
+
+_EXAMPLE = "gs://bucket/prefix"
+_MARKER = "generation"
+_MAX_PART = 200  # characters between slashes: file systems allow 255
+_STREAM_NBYTES = 1 << 20
+_STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
+_BATCH = 1000
+_SUFFIX = ".kv"  # so that no object of a long key is below one of a shorter key
+_GENERATION = re.compile(r"[0-9a-f]{16}")
+# Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
+_UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
+_REFUSED = ("dns error", "ertificate")
+_METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+
+
+@final
+class ObjectTier(StorageTier):
+    """Records as objects. Private to one engine: two of them need a prefix each.
+
+    If the store does not answer at the start, the tier starts empty, with a new generation, and is used once the store
+    answers. A store that refuses is an error.
+
+    Args:
+      spec: `options` is a URL, see the module.
+    Raises:
+      ConfigError: the options are wrong, or the store refuses the bucket, the credentials or a write.
+    """
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self._store, self._directory = _open(spec.options)
+        self._root = f"{spec.fingerprint}/{spec.worker_id}"
+        self._marker = f"{self._root}/{_MARKER}"
+        self._lock = threading.Lock()
+        self._generation = _new_generation()
+        self._is_published = False
+        self._earlier: set[str] = set()  # generations to delete
+        self._sweepers: list[threading.Thread] = []
+        self._stop = threading.Event()
+        self._start()
+
+    def _start(self) -> None:
+        """Adopts the generation that the store names, or names a new one there."""
+        try:
+            if not self._adopt():
+                self._publish()
+                self._adopt()  # only to find that reads are refused
+        except (BaseError, OSError) as e:
+            self._check_unreachable(e.__cause__ or e)
+
+    def _adopt(self) -> bool:
+        try:
+            found = bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
+        except FileNotFoundError as e:
+            if "NoSuchBucket" in str(e):
+                raise
+            return False
+        if not _GENERATION.fullmatch(found):
+            return False
+        self._generation, self._is_published = found, True
+        return True
+
+    def _check_unreachable(self, error: BaseException) -> None:
+        """Logs that the store does not answer; raises ConfigError if it never will."""
+        text = str(error)
+        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED):
+            raise self._refused(error) from None
+        if any(server in text for server in _METADATA_SERVERS):
+            raise ConfigError(
+                f"{SETTING}: {_where(self._store)}: no credentials in the environment, and no metadata server "
+                f"({_reason(error)})"
+            ) from None
+        _logger.warning(
+            "storage tier: %s does not answer (%s); it starts empty, and is used once it answers",
+            _where(self._store),
+            _reason(error),
+        )
+
+    def _refused(self, error: BaseException) -> ConfigError:
+        return ConfigError(f"{SETTING}: {_where(self._store)} cannot be used: {_reason(error)}")
+
+    def write(self, key: bytes, record: memoryview) -> None:
+        """See `StorageTier.write`."""
+        self._publish()
+        # In memory it would keep the caller's memory as the object.
+        data = np.array(record) if isinstance(self._store, MemoryStore) else record
+        try:
+            obstore.put(self._store, self._name(key), data, use_multipart=False)
+        except (BaseError, OSError) as e:
+            raise OSError(_reason(e)) from e
+
+    def read(self, key: bytes, record: memoryview) -> None:
+        """See `StorageTier.read`."""
+        target, end = np.frombuffer(record, np.uint8), 0
+        try:
+            result = obstore.get(self._store, self._name(key))
+            if result.meta["size"] != len(target):
+                raise KeyError(f"{result.meta['size']} bytes; expected {len(target)}")
+            for part in result.stream(min_chunk_size=_STREAM_NBYTES):
+                data = np.frombuffer(part, np.uint8)
+                start, end = end, end + len(data)
+                np.copyto(target[start:end], data)  # without the interpreter's lock
+        except FileNotFoundError as e:
+            raise KeyError(_reason(e)) from e
+        except (BaseError, OSError, ValueError) as e:  # ValueError: more bytes than there is room for
+            raise OSError(_reason(e)) from e
+        if end != len(target):
+            raise OSError(f"the store sent {end} bytes of {len(target)}")
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See `StorageTier.delete`."""
+        self._delete([self._name(key) for key in keys])
+
+    def stored_keys(self) -> Sequence[bytes]:
+        """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.
+
+        A store that does not answer has none, and a new generation begins.
+        """
+        if not self._is_published:
+            return ()
+        try:
+            kept, surplus, others = self._listing()
+            self._delete(surplus)
+        except (BaseError, OSError) as e:
+            _logger.warning("storage tier: %s cannot be listed (%s); it starts empty", _where(self._store), _reason(e))
+            self._renew()
+            return ()
+        self._sweep(others)
+        return kept
+
+    def clear(self) -> None:
+        """See `StorageTier.clear`. Objects are deleted in the background."""
+        self._renew()
+        self._publish()
+        with self._lock:
+            earlier, self._earlier = self._earlier, set()
+        self._sweep(earlier)
+
+    def close(self) -> None:
+        """See `StorageTier.close`."""
+        self._stop.set()
+        for sweeper in self._sweepers:
+            sweeper.join()  # at most one call of the store
+
+    # Inside.
+
+    def _name(self, key: bytes) -> str:
+        return f"{self._root}/{self._generation}/{_name_of(key)}"
+
+    def _listing(self) -> tuple[list[bytes], list[str], set[str]]:
+        """The keys to keep, oldest first; other objects of this generation; and other generations."""
+        if self._directory is not None:
+            _remove_staging_files(self._directory / self._root)
+        prefix = f"{self._root}/{self._generation}/"
+        found, surplus, others = [], [], set()
+        for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=_BATCH)):
+            path = entry["path"]
+            generation = path.removeprefix(f"{self._root}/").split("/")[0]
+            key = _key_of(path.removeprefix(prefix))
+            if generation != self._generation:
+                others.add(generation)
+            elif key is None or entry["size"] != self.spec.record_nbytes:
+                surplus.append(path)
+            else:
+                found.append((entry["last_modified"], key))
+        found.sort()
+        first = max(0, len(found) - self.spec.num_chunks)
+        surplus += [self._name(key) for _, key in found[:first]]
+        return [key for _, key in found[first:]], surplus, others - {_MARKER}
+
+    def _renew(self) -> None:
+        """Begins a new generation, which `_publish` makes durable."""
+        with self._lock:
+            self._earlier.add(self._generation)
+            self._generation = _new_generation()
+            self._is_published = False
+
+    def _publish(self) -> None:
+        """Names the current generation in the store, unless it is named already."""
+        with self._lock:
+            if self._is_published:
+                return
+            try:
+                obstore.put(self._store, self._marker, self._generation.encode(), use_multipart=False)
+            except (BaseError, OSError) as e:
+                raise OSError(_reason(e)) from e
+            self._is_published = True
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for batch in itertools.batched(names, _BATCH):
+            try:
+                if not isinstance(self._store, (S3Store, MemoryStore)):
+                    raise FileNotFoundError  # some may be missing, and a batch ends at the first of them
+                obstore.delete(self._store, batch)
+            except FileNotFoundError:
+                self._delete_one_by_one(batch)
+            except (BaseError, OSError) as e:
+                raise OSError(_reason(e)) from e
+
+    def _delete_one_by_one(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                obstore.delete(self._store, name)
+            except FileNotFoundError:
+                pass
+            except (BaseError, OSError) as e:
+                raise OSError(_reason(e)) from e
+
+    def _sweep(self, generations: Iterable[str]) -> None:
+        """Deletes earlier generations in the background."""
+        if old := sorted(generations):
+            sweeper = threading.Thread(
+                target=self._run_sweep, args=(old,), name="tpu_offload-storage-sweep", daemon=True
+            )
+            self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
+            sweeper.start()
+
+    def _run_sweep(self, generations: Sequence[str]) -> None:
+        try:
+            for generation in generations:
+                root = f"{self._root}/{generation}"
+                if self._directory is not None:
+                    shutil.rmtree(self._directory / root, ignore_errors=True)
+                    continue
+                for entries in obstore.list(self._store, root, chunk_size=_BATCH):
+                    if self._stop.is_set():
+                        return
+                    self._delete([entry["path"] for entry in entries])
+        except (BaseError, OSError) as e:
+            _logger.warning(
+                "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
+                _where(self._store),
+                _reason(e),
+            )
+
+
+def _open(text: str) -> tuple[Store, Path | None]:
+    """The store of a URL, and its directory if it is one."""
+    options = UrlOptions(text, schemes={"gs": 0, "s3": 0, "file": 0, "memory": 0}, example=_EXAMPLE)
+    if options.scheme in ("file", "memory"):
+        options.end()
+        if options.scheme == "memory":
+            return MemoryStore(), None
+        return _open_directory(options)
+    if not options.place:
+        raise ConfigError(f"{SETTING}={one_line(text)} has no bucket; expected such as {_EXAMPLE}")
+    timeout_s = options.number("timeout_s", 10.0, least=0.05, most=3600)
+    client: ClientConfig = {
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=options.number("connect_timeout_s", 2.0, least=0.05, most=3600)),
+        "allow_http": options.boolean("allow_http", False),
+    }
+    # Only safe requests are retried after a timeout, and none after `timeout_s`: a call takes at most twice as long.
+    retry: RetryConfig = {
+        "max_retries": int(options.number("retries", 2, least=0, most=100)),
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
+    }
+    certificate = options.file("ca_file")
+    if certificate is not None:
+        client["root_certificate"] = certificate
+    make = _s3 if options.scheme == "s3" else _gcs
+    config = make(options)
+    options.end()
+    url = f"{options.scheme}://{options.place}/{options.path.strip('/')}"
+    store = S3Store if options.scheme == "s3" else GCSStore
+    try:
+        return store.from_url(url, config=config, client_options=client, retry_config=retry), None  # type: ignore[arg-type]
+    except (BaseError, OSError, ValueError) as e:
+        raise ConfigError(f"{SETTING}: {url} cannot be opened: {_reason(e)}") from None
+
+
+def _s3(options: UrlOptions) -> Mapping[str, Any]:
+    config: dict[str, Any] = {
+        # Hashing the payload takes a core for 1.5 GB/s; the record has its own checksum.
+        "unsigned_payload": options.boolean("unsigned_payload", True),
+        "virtual_hosted_style_request": options.boolean("virtual_hosted_style", False),
+    }
+    if options.boolean("anonymous", False):
+        config["skip_signature"] = True
+    config |= {name: value for name in ("endpoint", "region") if (value := options.text(name))}
+    return config
+
+
+def _gcs(options: UrlOptions) -> Mapping[str, Any]:
+    endpoint = options.text("endpoint")
+    config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
+    if options.boolean("anonymous", False):
+        config["skip_signature"] = True
+    return config
+
+
+def _open_directory(options: UrlOptions) -> tuple[Store, Path]:
+    path = Path(options.path)
+    if options.place or not path.is_absolute() or path == Path("/"):
+        raise ConfigError(
+            f"{SETTING}=file://{options.place}{options.path}; expected an absolute path, file:///mnt/cache"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return LocalStore(path), path
+    except (BaseError, OSError, ValueError) as e:
+        raise ConfigError(f"{SETTING}=file://{options.path} cannot be opened: {_reason(e)}") from None
+
+
+def _remove_staging_files(root: Path) -> None:
+    """Removes files whose writer was killed. obstore does not list them."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            if _STAGING.search(name):
+                Path(directory, name).unlink(missing_ok=True)
+
+
+def _new_generation() -> str:
+    return secrets.token_hex(8)
+
+
+def _name_of(key: bytes) -> str:
+    digits = key.hex()
+    rest = digits[2:] + _SUFFIX
+    return "/".join((digits[:2], *(rest[i : i + _MAX_PART] for i in range(0, len(rest), _MAX_PART))))
+
+
+def _key_of(name: str) -> bytes | None:
+    """The key of a name; None if it is none of ours."""
+    try:
+        key = bytes.fromhex(name.replace("/", "").removesuffix(_SUFFIX))
+    except ValueError:
+        return None
+    return key if _name_of(key) == name else None
+
+
+def _where(store: Store) -> str:
+    return one_line(store)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, from an error of obstore, which has the request, the answer and a debug dump in many lines."""
+    text = str(error)
+    for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
+        if found := re.search(pattern, text):
+            return f"{type(error).__name__}: {found[1]}"
+    return f"{type(error).__name__}: {' '.join(text.split('Debug source')[0].split())[:200]}"

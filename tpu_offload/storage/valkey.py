@@ -1,0 +1,331 @@
+"""The `valkey` tier: records on a Valkey or Redis server or cluster that engines share, through valkey-glide.
+
+    TPU_OFFLOAD_STORAGE_OPTIONS=valkeys://host:6379?user=kv&password_file=/run/secrets/kv&ca_file=/etc/ca.pem
+
+A key on the server is `tpu_offload:<fingerprint>:<worker>:<generation>:<key>`: engines of one model and one division
+over workers find each other's records. The generation, a random number, is a value on the server. It is read once a
+second, so a `clear` by one engine empties the tier of all. An engine never takes up a generation again that it has
+left. If the server loses the value, by eviction or by a restart, engines write it again.
+
+The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
+
+Reads and writes have a connection each, so that no read waits behind a queue of writes. The library copies a record
+before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it returns; neither
+holds the interpreter's lock.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from glide_sync import (
+    AdvancedGlideClientConfiguration,
+    AdvancedGlideClusterClientConfiguration,
+    BackoffStrategy,
+    Batch,
+    ClusterBatch,
+    ClusterScanCursor,
+    ConditionalChange,
+    ExpirySet,
+    ExpiryType,
+    GlideClient,
+    GlideClientConfiguration,
+    GlideClusterClient,
+    GlideClusterClientConfiguration,
+    GlideError,
+    InfoSection,
+    Logger,
+    LogLevel,
+    NodeAddress,
+    ServerCredentials,
+    TlsAdvancedConfiguration,
+)
+
+from tpu_offload.errors import ConfigError
+from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.url_options import SETTING, UrlOptions
+from tpu_offload.values import one_line
+
+_logger = logging.getLogger(__name__)
+
+type Client = GlideClient | GlideClusterClient
+
+_EXAMPLE = "valkey://host:6379"
+_SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
+"""Whether a scheme has TLS."""
+_PORT = 6379
+_ASK_S = 1.0  # how often the generation is read
+_BATCH = 1000
+# Signs in an error of the library, which has no types for them, that the server may answer later.
+_UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
+
+
+@final
+class ValkeyTier(StorageTier):
+    """Records on a server that several engines share.
+
+    A server that does not answer at the start is a warning: every call fails until it answers. One that refuses, by its
+    password or certificate, and a host that has no address, are errors.
+
+    Args:
+      spec: `options` is a URL, see the module. `num_chunks` bounds `stored_keys` only; the server has its own bound.
+    Raises:
+      ConfigError: the options are wrong, or the server refuses.
+    """
+
+    is_shared = True
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        options = UrlOptions(spec.options, schemes=_SCHEMES, example=_EXAMPLE)
+        self._where = f"{options.scheme}://{options.place}"
+        ttl_s = int(options.number("ttl_s", 0, least=0, most=2**31))
+        self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
+        connect = _connector(options)
+        self._root = f"tpu_offload:{spec.fingerprint}:{spec.worker_id}:"
+        self._marker = f"{self._root}generation".encode()
+        self._lock = threading.Lock()
+        self._generation = ""  # unknown until the server has answered
+        self._is_published = True
+        self._left: set[str] = set()  # generations
+        self._asked_s = -_ASK_S
+        self._num_clears = 0
+        self._readers: Client
+        self._writers: Client
+        try:
+            self._readers, self._writers = connect(), connect()
+            self._prefix()
+            self._check_bound()
+        except GlideError as e:
+            self._check_unreachable(e)
+        except OSError as e:
+            self._check_unreachable(e.__cause__ or e)
+
+    def _check_unreachable(self, error: BaseException) -> None:
+        """Logs that the server does not answer; raises ConfigError if it has refused."""
+        if not any(sign in str(error) for sign in _UNREACHABLE):
+            raise ConfigError(f"{SETTING}: {self._where} cannot be used: {_reason(error)}") from None
+        _logger.warning(
+            "storage tier: %s does not answer (%s); it is used once it answers%s",
+            self._where,
+            _reason(error),
+            "; does it have TLS?" if _SCHEMES[self._where.split(":")[0]] else "",
+        )
+
+    def _check_bound(self) -> None:
+        """Logs a server that will not make room when it is full."""
+        found = self._readers.info([InfoSection.MEMORY])
+        text = b"\n".join(found.values()) if isinstance(found, dict) else found
+        fields = dict(line.split(":", 1) for line in text.decode().split() if ":" in line)
+        bound, policy = fields.get("maxmemory", "0"), fields.get("maxmemory_policy", "")
+        if bound == "0" or not policy.startswith("allkeys-"):
+            _logger.warning(
+                "storage tier: %s has maxmemory %s and maxmemory-policy %s; set a bound and allkeys-lru, or it runs "
+                "out of memory",
+                self._where,
+                bound,
+                policy or "unknown",
+            )
+
+    def write(self, key: bytes, record: memoryview) -> None:
+        """See `StorageTier.write`."""
+        name = self._prefix() + key
+        self._call(lambda: self._writers.set(name, record, expiry=self._expiry))
+
+    def read(self, key: bytes, record: memoryview) -> None:
+        """See `StorageTier.read`."""
+        name = self._prefix() + key
+        found = self._call(lambda: self._readers.get(name, buffer=record))
+        if found is None:
+            raise KeyError("the server has no such key")
+        if int(found) != len(record):
+            raise KeyError(f"the server has {int(found)} bytes; expected {len(record)}")
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """See `StorageTier.delete`."""
+        prefix = self._prefix()
+        for i in range(0, len(keys), _BATCH):
+            names: list[Any] = [prefix + key for key in keys[i : i + _BATCH]]
+            self._call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
+
+    def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Which keys are stored, in one round trip for each 1,000.
+
+        Raises:
+          OSError: the server does not answer.
+        """
+        prefix = self._prefix()
+        found: list[bool] = []
+        for i in range(0, len(keys), _BATCH):
+            names = [prefix + key for key in keys[i : i + _BATCH]]
+            found += [bool(number) for number in self._call(lambda names=names: self._pipeline(names)) or ()]  # type: ignore[misc]
+        return found
+
+    def stored_keys(self) -> Sequence[bytes]:
+        """Keys of all engines, at most `num_chunks`, the same for every worker; none if the server does not answer."""
+        try:
+            prefix = self._prefix()
+            scan = self._scan_cluster if isinstance(self._readers, GlideClusterClient) else self._scan
+            found = self._call(lambda: scan(prefix + b"*"))
+        except OSError as e:
+            _logger.warning("storage tier: the keys of %s cannot be listed (%s)", self._where, e)
+            return ()
+        # A scan may return a key twice. In the order of the keys, workers agree on which of too many they list.
+        return sorted({name[len(prefix) :] for name in found})[: self.spec.num_chunks]
+
+    def clear(self) -> None:
+        """See `StorageTier.clear`. It empties the tier of every engine; the server evicts the records in time."""
+        with self._lock:
+            self._left.add(self._generation)
+            self._generation = _new_generation()
+            self._num_clears += 1
+            self._is_published = False
+        self._ask()
+
+    def close(self) -> None:
+        """See `StorageTier.close`."""
+        self._readers.close()
+        self._writers.close()
+
+    # Inside.
+
+    def _call[T](self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except GlideError as e:
+            raise OSError(_reason(e)) from e
+
+    def _prefix(self) -> bytes:
+        """Of this generation's keys, which is read from the server at most once a second.
+
+        Raises:
+          OSError: the server does not answer, and it is time to ask or the generation is unknown.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            is_due = now_s - self._asked_s >= _ASK_S or not self._is_published
+            if is_due:
+                self._asked_s = now_s  # other threads go on with the one that is known
+        if is_due or not self._generation:
+            self._ask()
+        return f"{self._root}{self._generation}:".encode()
+
+    def _ask(self) -> None:
+        """Takes up the generation of the server, or gives it ours."""
+        with self._lock:
+            ours, is_published, num_clears = self._generation, self._is_published, self._num_clears
+        found = self._call(lambda: self._agree(ours, is_published))
+        with self._lock:
+            if self._num_clears == num_clears:  # else the answer is of before the `clear`
+                if self._generation and found != self._generation:
+                    self._left.add(self._generation)
+                self._generation, self._is_published = found, True
+
+    def _agree(self, ours: str, is_published: bool) -> str:
+        client = self._writers
+        found = client.get(self._marker) if is_published else None
+        if is_published and found is None:  # nobody has been here, or the server has lost it
+            ours = ours or _new_generation()
+            client.set(self._marker, ours, conditional_set=ConditionalChange.ONLY_IF_DOES_NOT_EXIST)
+            found = client.get(self._marker)  # of whoever was first
+        theirs = (found or b"").decode("ascii", "replace")
+        if len(theirs) == len(_new_generation()) and theirs.isalnum() and theirs not in self._left:
+            return theirs
+        ours = ours or _new_generation()
+        client.set(self._marker, ours)
+        return ours
+
+    def _pipeline(self, names: Sequence[bytes]) -> Sequence[Any] | None:
+        if isinstance(self._readers, GlideClusterClient):
+            cluster_batch = ClusterBatch(is_atomic=False)
+            for name in names:
+                cluster_batch.exists([name])
+            return self._readers.exec(cluster_batch, raise_on_error=True)
+        batch = Batch(is_atomic=False)
+        for name in names:
+            batch.exists([name])
+        return self._readers.exec(batch, raise_on_error=True)
+
+    def _scan(self, pattern: bytes) -> list[bytes]:
+        assert isinstance(self._readers, GlideClient)
+        found: list[Any] = []
+        cursor: Any = b"0"
+        while True:
+            cursor, names = self._readers.scan(cursor, match=pattern, count=_BATCH)
+            found += names
+            if cursor == b"0":
+                return found
+
+    def _scan_cluster(self, pattern: bytes) -> list[bytes]:
+        assert isinstance(self._readers, GlideClusterClient)
+        found: list[Any] = []
+        cursor: Any = ClusterScanCursor()  # type: ignore[no-untyped-call]
+        while not cursor.is_finished():
+            answer: Any = self._readers.scan(cursor, match=pattern, count=_BATCH)
+            cursor = answer[0]
+            found += answer[1]
+        return found
+
+
+def _connector(options: UrlOptions) -> Callable[[], Client]:
+    """Makes a client of a URL; it connects by its first call."""
+    use_tls = _SCHEMES[options.scheme]
+    is_cluster = options.boolean("cluster", False)
+    user = options.text("user")
+    password = (options.file("password_file") or b"").decode(errors="replace").rstrip("\r\n")
+    timeout_ms = int(1000 * options.number("timeout_s", 2.0, least=0.01, most=3600))
+    connect_ms = int(1000 * options.number("connect_timeout_s", 1.0, least=0.01, most=3600))
+    certificates = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
+    options.end()
+    if user and not password:
+        raise ConfigError(f"{SETTING}: user={one_line(user)} without password_file")
+    if any(certificates) and not use_tls:
+        raise ConfigError(f"{SETTING}: certificates without TLS; expected {options.scheme}s://")
+    tls = None
+    if any(certificates):
+        tls = TlsAdvancedConfiguration(None, certificates[0], certificates[1], certificates[2])
+    common: dict[str, Any] = {
+        "addresses": [_address(options, text) for text in options.place.split(",")],
+        "use_tls": use_tls,
+        "credentials": ServerCredentials(password, user or None) if password else None,
+        "request_timeout": timeout_ms,
+        # The first attempt tells why; later ones are made by each call.
+        "reconnect_strategy": BackoffStrategy(num_of_retries=0, factor=100, exponent_base=2),
+        "lazy_connect": True,
+    }
+    path = options.path.strip("/")
+    if path and (is_cluster or not path.isdecimal()):
+        raise ConfigError(f"{SETTING}: /{one_line(path)}; expected the number of a database, or none for a cluster")
+    # Its log goes to standard error, and what it says comes back with each error.
+    Logger.init(LogLevel.OFF)
+    if is_cluster:
+        advanced = AdvancedGlideClusterClientConfiguration(connect_ms, tls)
+        config = GlideClusterClientConfiguration(**common, advanced_config=advanced)
+        return lambda: GlideClusterClient.create(config)
+    alone = GlideClientConfiguration(
+        **common,
+        database_id=int(path or 0),
+        advanced_config=AdvancedGlideClientConfiguration(connect_ms, tls),
+    )
+    return lambda: GlideClient.create(alone)
+
+
+def _address(options: UrlOptions, text: str) -> NodeAddress:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    host, port = (host, port) if colon else (text, str(_PORT))
+    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"{SETTING}={options.scheme}://{options.place}; expected such as {_EXAMPLE}, with commas between"
+        )
+    return NodeAddress(host.strip("[]"), int(port))
+
+
+def _new_generation() -> str:
+    return secrets.token_hex(8)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
