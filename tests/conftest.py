@@ -20,6 +20,10 @@ def pytest_report_header():
     return "vLLM connector: its tests are NOT run in this environment; scripts/test-vllm runs them"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record-figures", action="store_true", help="compile all of tests/tpu_compile and record it")
+
+
 def pytest_configure(config):
     # A shell has its background jobs ignore Ctrl-C, and their children inherit that: tests interrupt commands.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
