@@ -11,6 +11,38 @@ import pytest
 from tests.kept_programs import KeptPrograms
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+# By CPU time, those that take more than ten seconds.
+LONGEST_FIRST = (
+    "tests/engine/test_swap_random.py",
+    "tests/cli/test_replay.py",
+    "tests/simulation/test_campaign.py",
+    "tests/engine/test_hosts.py",
+    "tests/engine/test_window.py",
+    "tests/simulation/test_mutations.py",
+    "tests/engine/test_hybrid_tier.py",
+    "tests/cli/test_bench.py",
+    "tests/core/policies/test_shared_trace.py",
+    "tests/test_benchmarks.py",
+    "tests/kernels/test_pages.py",
+    "tests/cli/test_preempt.py",
+    "tests/engine/test_states.py",
+    "tests/soak/test_soak.py",
+    "tests/core/policies/test_conformance.py",
+    "tests/engine/test_compiles.py",
+    "tests/core/policies/test_density.py",
+    "tests/simulation/test_simulation.py",
+    "tests/multiprocess/test_multiprocess.py",
+    "tests/engine/test_hybrid.py",
+    "tests/engine/test_state_hybrid.py",
+    "tests/engine/test_samples.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/test_cache_loss.py",
+    "tests/worker/test_page_groups.py",
+    "tests/kernels/test_fused.py",
+    "tests/storage/test_engine.py",
+    "tests/core/test_scheduler_random.py",
+    "tests/test_fuzz.py",
+)
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
 
@@ -18,6 +50,10 @@ def pytest_report_header():
     if HAS_VLLM:
         return "vLLM connector: its tests run here"
     return "vLLM connector: its tests are NOT run in this environment; scripts/test-vllm runs them"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record-figures", action="store_true", help="compile all of tests/tpu_compile and record it")
 
 
 def pytest_configure(config):
@@ -34,6 +70,13 @@ def pytest_configure(config):
         flags = os.environ.get("XLA_FLAGS", "")
         if _EIGHT_DEVICES not in flags:  # the processes of pytest-xdist inherit it
             os.environ["XLA_FLAGS"] = f"{flags} {_EIGHT_DEVICES}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """With several processes the files that take longest come first: no process is left with one at the end."""
+    if hasattr(config, "workerinput"):
+        places = {path: place for place, path in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: places.get(item.location[0], len(places)))
 
 
 def pytest_collection_finish():

@@ -11,6 +11,8 @@ from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("own_sizes")
+
 # The widths of the default model, because XLA's matrix multiplication depends on them; fewer layers compile faster.
 MODEL = dataclasses.replace(ModelConfig(), num_layers=2)
 ENGINE = EngineConfig(block_size=16, num_blocks=96, max_num_seqs=6, max_model_len=320, max_num_batched_tokens=256)

@@ -8,6 +8,8 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("own_sizes")
+
 SHARED = random_tokens(99, 30)
 
 

@@ -14,6 +14,8 @@ from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_sizes")
+
 GREEDY = SamplingParams(1)
 
 

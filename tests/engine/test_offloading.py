@@ -150,7 +150,7 @@ def test_abort_at_any_moment_leaves_nothing_behind(plain_outputs, num_steps):
 
 
 def test_copies_do_not_make_the_step_compile_again(caplog):
-    config = dataclasses.replace(TIGHT, num_blocks=29)  # a shape that no other test has compiled
+    config = dataclasses.replace(TIGHT, max_model_len=300)  # a shape that no other test has compiled
     with jax.log_compiles():
         engine = Engine(TINY, config, offload=make_offload())
         engine.warm_up()

@@ -9,6 +9,8 @@ from tpu_offload.engine import EngineConfig, SamplingParams
 from tpu_offload.engine.batch import TokenSpan, pack
 from tpu_offload.engine.sampling import logprobs, sample
 
+pytestmark = pytest.mark.usefixtures("own_sizes")
+
 compiled_sample = jax.jit(sample)
 CONFIG = EngineConfig(max_num_seqs=4, num_blocks=8, max_model_len=64, max_num_batched_tokens=32)
 

@@ -16,6 +16,8 @@ from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_sizes")
+
 GREEDY = SamplingParams(1)
 TOKENS = random_tokens(0, 150)
 MIXED = dataclasses.replace(STATEFUL, kv_dtype="float32", sliding_window=20)

@@ -8,14 +8,13 @@ object. From Python, `compile_in_subprocess` does that, and a `Compiler` compile
 import contextlib
 import dataclasses
 import json
-import math
 import os
-import re
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 ENVIRONMENT = {
@@ -89,7 +88,7 @@ class Case:
 
 def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
     """Compiles all cases in one subprocess; one dict a program, as `measure` returns."""
-    compiler = Compiler()
+    compiler = Compiler({})
     try:
         return compiler.compile(cases, timeout_s=timeout_s)
     finally:
@@ -100,9 +99,17 @@ class Compiler:
     """A subprocess that compiles, started when it is needed, and anew after a crash.
 
     Its imports and the start of libtpu take longer than a small program.
+
+    Args:
+      known: figures by the key of what was compiled (`recorded.key`); such programs are not compiled again.
+
+    Attributes:
+      figures: of all programs so far, by key, those that the library tried and dropped included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, dict[str, Any]]) -> None:
+        self._known = known
+        self.figures: dict[str, dict[str, Any]] = {}
         self._child: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
@@ -114,11 +121,10 @@ class Compiler:
         """
         if self._child is None:
             self._child = self._start()
+            self._ask(self._child, self._known)
         child = self._child
-        assert child.stdin is not None
         assert child.stdout is not None
-        child.stdin.write(json.dumps([dataclasses.asdict(case) for case in cases]) + "\n")
-        child.stdin.flush()
+        self._ask(child, [dataclasses.asdict(case) for case in cases])
         with selectors.DefaultSelector() as selector:
             selector.register(child.stdout, selectors.EVENT_READ)
             line = child.stdout.readline() if selector.select(timeout_s) else ""
@@ -127,12 +133,20 @@ class Compiler:
             self._log.seek(0)
             raise RuntimeError(f"TPU compile of {cases} ended with {child.returncode}:\n{self._log.read()[-4000:]}")
         results: list[dict[str, Any]] = json.loads(line)
+        for result in results:
+            self.figures.update(result.pop("tried"))
         return results
 
     def close(self) -> None:
         """Ends the subprocess."""
         self._stop()
         self._log.close()
+
+    @staticmethod
+    def _ask(child: subprocess.Popen[str], what: Any) -> None:
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(what) + "\n")
+        child.stdin.flush()
 
     def _start(self) -> subprocess.Popen[str]:
         repository = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -160,8 +174,8 @@ class Compiler:
             self._child = None
 
 
-def measure(case: Case) -> list[dict[str, Any]]:
-    """Compiles the programs of one case; all sizes are in bytes per device."""
+def measure(case: Case, known: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compiles the programs of one case, but for known ones; all sizes are in bytes per device."""
     spec, device_kind, num_devices = describe(case)
     block_nbytes = spec.block_nbytes_per_device
     common = {
@@ -177,18 +191,24 @@ def measure(case: Case) -> list[dict[str, Any]]:
         "segment_nbytes": block_nbytes * case.segment_blocks,
         "staging_nbytes": block_nbytes * case.bucket,
     }
-    return [{"program": name, **common, **library_figures(name, spec, case)} for name in case.programs]
+    return [{"program": name, **common, **library_figures(name, spec, case, known)} for name in case.programs]
 
 
-def library_figures(name: str, spec: Any, case: Case) -> dict[str, Any]:
-    """The figures of the program that the library would use, and its bound."""
+def library_figures(name: str, spec: Any, case: Case, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the program that the library would use, its bound, and under "tried" those of all, by key."""
+    from tests.tpu_compile.recorded import Recorded
     from tpu_offload.kernels.compiled import bound_nbytes, compile_program
 
     bound = bound_nbytes(spec, num_blocks=2 if name.startswith("direct") else 1)
+    tried: dict[str, dict[str, Any]] = {}
+
+    def recorded(spec: Any) -> Any:
+        return Recorded(build(name, spec, case), case, known, tried)
+
     start = time.monotonic()
-    compiled, _ = compile_program(spec, lambda spec: build(name, spec, case), bound=bound)
+    chosen, _ = compile_program(spec, recorded, bound=bound)
     compile_s = time.monotonic() - start
-    return {"bound_nbytes": bound, "compile_s": compile_s, **figures(compiled, case)}
+    return {"bound_nbytes": bound, "compile_s": compile_s, "tried": tried, **chosen.figures}
 
 
 def describe(case: Case) -> tuple[Any, str, int]:
@@ -250,83 +270,25 @@ def build(name: str, spec: Any, case: Case) -> Any:
     return program
 
 
-def figures(compiled: Any, case: Case) -> dict[str, Any]:
-    """What the compiler says of a program, and its schedule."""
-    from tests.tpu_compile.schedule import read_schedule
-
-    memory = compiled.memory_analysis()
-    text = compiled.as_text()
-    page = math.prod(case.page_shape) // case.tp
-    whole = {
-        case.num_blocks * page: "cache",
-        case.segment_blocks * case.num_layers * page: "segment",
-        case.bucket * case.num_layers * page: "staging",
-    }
-    schedule = read_schedule(text)
-    itemsize = _ITEMSIZES.get(case.dtype, 1)
-    return {
-        "temp_nbytes": memory.temp_size_in_bytes,
-        "output_nbytes": memory.output_size_in_bytes,
-        "alias_nbytes": memory.alias_size_in_bytes,
-        "host_temp_nbytes": memory.host_temp_size_in_bytes,
-        "host_output_nbytes": memory.host_output_size_in_bytes,
-        "host_alias_nbytes": memory.host_alias_size_in_bytes,
-        "code_nbytes": memory.generated_code_size_in_bytes,
-        "num_dmas": len(schedule.dmas),  # a loop's are counted once: they are those of one block
-        "dma_nbytes": min((dma.num_elements * itemsize for dma in schedule.dmas), default=0),
-        "max_dmas_in_flight": schedule.max_in_flight,
-        "saved_under_compute": schedule.share_under_compute(to_host=True),
-        "loaded_under_compute": schedule.share_under_compute(to_host=False),
-        "whole_copies": whole_copies(text, whole),
-        "collectives": re.findall(r"\b(?:all-gather|all-reduce|all-to-all|collective-permute)[\w-]*\(", text),
-    }
-
-
-_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-_RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
-_SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]*)\]")
-# Operations that hand an array through, update it in place or allocate it, and those that start or end
-# the transfer of a slice or the host's part of a program. A fusion's computation is in the text like any
-# other, so its operations are looked at one by one. Whatever else yields a whole array has copied it.
-_NO_COPY = """
-    parameter tuple get-tuple-element while bitcast call conditional opt-barrier optimization-barrier fusion
-    scatter dynamic-update-slice dynamic-update-slice-start dynamic-update-slice-done dynamic-slice-start
-    dynamic-slice-done custom-call custom-call-start custom-call-done async-start async-update async-done
-"""
-
-
-def whole_copies(hlo: str, whole: dict[int, str]) -> list[str]:
-    """Instructions of scheduled HLO that yield a copy of an array with as many elements as one of `whole`."""
-    found = []
-    for line in hlo.splitlines():
-        match = _RESULT.match(line)
-        if not match or match.group(2) in _NO_COPY.split():
-            continue
-        sizes = [math.prod(int(d) for d in dims.split(",") if d) for dims in _SHAPE.findall(match.group(1))]
-        if any(size in whole for size in sizes):
-            found.append(line.strip()[:300])
-    return found
-
-
 def main() -> None:
     if sys.argv[1] != "-":
-        print(answer(sys.argv[1]))
+        print(answer(sys.argv[1], {}))
         return
     # What libtpu prints is no answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    known = json.loads(sys.stdin.readline())
     for line in sys.stdin:
-        answers.write(answer(line) + "\n")
+        answers.write(answer(line, known) + "\n")
         answers.flush()
 
 
-def answer(asked: str) -> str:
+def answer(asked: str, known: Mapping[str, dict[str, Any]]) -> str:
     """What `measure` returns for each of the cases, as JSON in and out."""
     cases = json.loads(asked)
     cases = [Case(**c) for c in (cases if isinstance(cases, list) else [cases])]
     fixed = [dataclasses.replace(c, page_shape=tuple(c.page_shape), programs=tuple(c.programs)) for c in cases]
-    return json.dumps([result for case in fixed for result in measure(case)])
+    return json.dumps([result for case in fixed for result in measure(case, known)])
 
 
 if __name__ == "__main__":

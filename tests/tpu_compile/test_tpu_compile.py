@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.tpu_compile.harness import ALL_PROGRAMS, Case, whole_copies
+from tests.tpu_compile.figures import whole_copies
+from tests.tpu_compile.harness import ALL_PROGRAMS, Case
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"

@@ -71,15 +71,19 @@ class Program:
     args: tuple[Any, ...]
     platform: str
 
+    def lower(self) -> Any:
+        """Traces and lowers it for exactly the shapes in `args`; returns a `jax.stages.Lowered`."""
+        # Naming the platform lets the TPU compiler run on a machine without a TPU (see tests/tpu_compile).
+        platforms = ("tpu",) if self.platform == "tpu" else None
+        return self.function.trace(*self.args).lower(lowering_platforms=platforms)
+
     def compile(self) -> Any:
         """Compiles for exactly the shapes in `args`.
 
         Returns:
           A `jax.stages.Compiled`, which never compiles again: other shapes are a TypeError.
         """
-        # Naming the platform lets the TPU compiler run on a machine without a TPU (see tests/tpu_compile).
-        platforms = ("tpu",) if self.platform == "tpu" else None
-        return self.function.trace(*self.args).lower(lowering_platforms=platforms).compile()
+        return self.lower().compile()
 
 
 def direct_save(spec: TransferSpec) -> Program:
