@@ -7,7 +7,7 @@ import pytest
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine
 from tpu_offload import BlockHash, ChunkKey, HostDivision, Use
-from tpu_offload.core.index import ChunkIndex, Pool, checkpoints
+from tpu_offload.core.index import ChunkIndex, Pool, PoolMove, checkpoints
 from tpu_offload.core.policies import LRUPolicy
 
 CHUNKS, STATES = 4, 5  # in a segment
@@ -22,9 +22,9 @@ class DrawnRule:
     def restart(self, now: int) -> None:
         pass
 
-    def choose(self, **_: Any) -> Pool | None:
+    def choose(self, **_: Any) -> PoolMove | None:
         wanted, self.wanted = self.wanted, None
-        return wanted
+        return None if wanted is None else PoolMove(wanted, 1)
 
 
 class Tier:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tpu_offload.core.index import Pool, PoolBalance
+from tpu_offload.core.index import Pool, PoolBalance, PoolMove
 
 CHUNKS, STATES = Pool
 
 
-def balance(*, move_size: int = 1) -> PoolBalance:
+def balance(*, unit: int = 1, chunks_by_age: bool = True) -> PoolBalance:
     """Segments of 20 chunks or 10 states."""
-    rule = PoolBalance((20, 10), move_size=move_size)
+    rule = PoolBalance((20, 10), unit=unit, chunks_by_age=chunks_by_age)
     rule.restart(0)
     return rule
 
@@ -22,6 +22,13 @@ def evict(rule: PoolBalance, pool: Pool, num: int, *, age: int) -> None:
 def choose(
     rule: PoolBalance, now: int, *, segments: tuple[int, int] = (8, 8), free: tuple[int, int] = (0, 0)
 ) -> Pool | None:
+    move = move_of(rule, now, segments=segments, free=free)
+    return None if move is None else move.taker
+
+
+def move_of(
+    rule: PoolBalance, now: int, *, segments: tuple[int, int] = (8, 8), free: tuple[int, int] = (0, 0)
+) -> PoolMove | None:
     return rule.choose(now=now, num_segments=segments, num_free=free)
 
 
@@ -61,7 +68,7 @@ def test_a_window_is_long_enough_for_the_last_move_to_show() -> None:
 
 
 def test_a_few_evictions_are_no_reason() -> None:
-    rule = balance(move_size=2)
+    rule = balance(unit=2)
     evict(rule, STATES, 19, age=10)
     evict(rule, CHUNKS, 39, age=1000)
     assert choose(rule, 1000) is None
@@ -86,6 +93,50 @@ def test_a_pool_that_evicts_nothing_for_long_gives_memory() -> None:
         assert choose(rule, now) is None
     evict(rule, STATES, 10, age=100)
     assert choose(rule, 130) is STATES
+
+
+def test_states_that_are_evicted_with_their_chunks_only_give_none() -> None:
+    """They are evicted with their chunks, so none is evicted by itself; that does not mean that they live longer."""
+    rule = balance()
+    for now in range(0, 10_000, 10):
+        evict(rule, CHUNKS, 20, age=100)
+        assert choose(rule, now, free=(0, 5)) is None
+
+
+@pytest.mark.parametrize(
+    ("ages", "segments", "expected"),
+    [
+        ((100, 400), (40, 40), 10),  # even after 24 segments; a quarter of 40
+        ((100, 150), (40, 40), 4),  # even after 8
+        ((100, 900), (3, 77), 3),  # no more than it has
+        ((100, 150), (8, 8), 1),
+    ],
+)
+def test_the_larger_the_difference_the_more_moves(
+    ages: tuple[int, int], segments: tuple[int, int], expected: int
+) -> None:
+    rule = balance()
+    evict(rule, CHUNKS, 30, age=ages[0])
+    evict(rule, STATES, 30, age=ages[1])
+    assert move_of(rule, 1000, segments=segments) == PoolMove(CHUNKS, expected)
+
+
+def test_half_of_what_is_free_moves() -> None:
+    rule = balance()
+    evict(rule, CHUNKS, 30, age=100)
+    assert move_of(rule, 1000, segments=(40, 40), free=(0, 60)) == PoolMove(CHUNKS, 3)
+
+
+def test_with_other_policies_chunks_get_what_is_free_only() -> None:
+    rule = balance(chunks_by_age=False)
+    evict(rule, CHUNKS, 30, age=100)
+    evict(rule, STATES, 30, age=400)
+    assert choose(rule, 1000) is None
+    evict(rule, CHUNKS, 30, age=100)
+    assert choose(rule, 2000, free=(0, 15)) is CHUNKS
+    evict(rule, CHUNKS, 30, age=400)
+    evict(rule, STATES, 30, age=100)
+    assert choose(rule, 3000) is STATES
 
 
 @pytest.mark.parametrize(("segments", "expected"), [((2, 8), STATES), ((1, 9), None)])

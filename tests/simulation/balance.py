@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.index import Pool, PoolBalance
+from tpu_offload.core.index import Pool, PoolBalance, PoolMove
 
 
 @final
@@ -23,12 +23,12 @@ class DrawnBalance:
     def restart(self, now: int) -> None:
         self._rule.restart(now)
 
-    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
+    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> PoolMove | None:
         if self.is_even:
             if abs(num_segments[0] - num_segments[1]) < 2:
                 return None
-            return Pool.CHUNKS if num_segments[0] < num_segments[1] else Pool.STATES
+            return PoolMove(Pool.CHUNKS if num_segments[0] < num_segments[1] else Pool.STATES, 1)
         wanted, self.wanted = self.wanted, None
         if wanted is not None:
-            return wanted if num_segments[wanted.other] > 1 else None
+            return PoolMove(wanted, 1) if num_segments[wanted.other] > 1 else None
         return self._rule.choose(now=now, num_segments=num_segments, num_free=num_free)

@@ -46,8 +46,8 @@ class HostSegments:
         return max(0, self.num_segments - 1) * self.segment_states
 
     @property
-    def move_size(self) -> int:
-        """Segments that move at a time."""
+    def move_unit(self) -> int:
+        """Segments that evictions and free memory must amount to before any move."""
         return max(1, self.num_segments // _PARTS)
 
     def divide(self, num_segments: int, share: float) -> tuple[int, int]:

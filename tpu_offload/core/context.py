@@ -93,7 +93,7 @@ class TierContext:
         balance = None
         if segments is not None:
             slots = segments.segment_chunks, segments.segment_states
-            balance = PoolBalance(slots, move_size=segments.move_size, chunks_by_age=policy is LRUPolicy)
+            balance = PoolBalance(slots, unit=segments.move_unit, chunks_by_age=policy is LRUPolicy)
         index = ChunkIndex(
             PriorityPolicy(policy),
             record=record_events,

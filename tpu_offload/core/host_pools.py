@@ -192,10 +192,10 @@ class SegmentMoves:
         """Begins a move if the rule wants one."""
         index = self._index
         num_free = index.num_free_slots, index.num_free_state_slots
-        taker = self._balance.choose(now=index.num_requests, num_segments=self._limits, num_free=num_free)
-        if taker is None:
+        move = self._balance.choose(now=index.num_requests, num_segments=self._limits, num_free=num_free)
+        if move is None:
             return
-        size = self._segments.move_size if taker is Pool.CHUNKS else -self._segments.move_size
+        size = move.num_segments if move.taker is Pool.CHUNKS else -move.num_segments
         self._begin((self._limits[0] + size, self._limits[1] - size), gives_up_at_s=now_s + self._patience_s)
 
     def _begin(self, goal: _Sizes, *, gives_up_at_s: float | None) -> None:

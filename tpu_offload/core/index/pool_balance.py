@@ -7,14 +7,17 @@ requests: how many came since an entry was last used.
 
 Moves cost entries, so memory stays where it is unless there is a reason:
 
-- Evictions are counted over a window: until a pool has evicted as many entries as a move takes, and for as many
+- Evictions are counted over a window: until a pool has evicted as many entries as a unit holds, and for as many
   requests as a quarter of their mean age, so that the last move has had its effect.
 - If both pools have evicted in the window, a move must pay: after it, with ages in proportion to size, the pool that
-  gets memory must still evict younger entries than the other, by a margin.
-- If only one has, it gets memory if the other has had free slots for more than a move through the window, or has not
-  evicted for as many requests as the entries of the first live: then its own live longer.
+  gets memory must still evict younger entries than the other, by a margin. It takes half of what would make both ages
+  the same.
+- If only one has, it gets half of what the other has had free through the window, if that is more than a unit. Chunks
+  also give a unit if they have not been evicted for as many requests as states live: then they live longer. The reverse
+  does not hold: states are evicted with their chunks, so states may be short although none is evicted by itself.
+- A move takes a quarter of the pool that gives at most, and no more than the other pool has.
 - Ages of chunks mean little if the eviction policy is not LRU, since others evict young entries by choice. Then chunks
-  get only memory that states have free.
+  get only memory that states have free, which is what they have as soon as there are too few chunks for them.
 
 References:
   memcached: slab_automove.c.
@@ -24,11 +27,13 @@ import dataclasses
 import enum
 import sys
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 _MARGIN = 1.1  # by which ages must differ after a move
 _LEAST_EVICTED = 8  # entries in a window
-_SPARE = 1.5  # free slots of a pool that gives memory it does not use, in moves
+_PART = 0.5  # of the move that would make both pools even
+_MOST_GIVEN = 0.25  # of a pool in a move
+_SPARE = 1.5  # free slots of a pool that gives memory it does not use, in units
 _WINDOW_AGE = 0.25  # requests in a window, in mean ages of evicted entries
 
 
@@ -62,24 +67,36 @@ class _Window:
         return self.sum_of_ages / self.num_evicted
 
 
+class PoolMove(NamedTuple):
+    """A move of memory.
+
+    Attributes:
+      taker: the pool that gets it from the other.
+      num_segments: how much.
+    """
+
+    taker: Pool
+    num_segments: int
+
+
 @final
 class PoolBalance:
-    """Decides which pool gets memory next. Indices of all sequences are `Pool`.
+    """Decides which pool gets memory next, and how much. Indices of all sequences are `Pool`.
 
     Args:
       segment_slots: slots in a segment of each pool.
-      move_size: segments that move at a time.
+      unit: segments for whose slots evictions and free slots are observed before any move.
       chunks_by_age: whether chunks are evicted by their age.
     """
 
-    def __init__(self, segment_slots: Sequence[int], *, move_size: int, chunks_by_age: bool = True) -> None:
+    def __init__(self, segment_slots: Sequence[int], *, unit: int, chunks_by_age: bool = True) -> None:
         self._chunks_by_age = chunks_by_age
-        self._move_slots = [move_size * num for num in segment_slots]
-        self._move_size = move_size
+        self._segment_slots = segment_slots
+        self._unit = unit
         self._least_free = sys.maxsize, sys.maxsize  # slots, since the window began
         self._begun_at = 0  # requests
-        self._last_evicted_at = [0, 0]
-        self._num_seen = [0, 0]  # evictions in this window
+        self._chunks_evicted_at = 0  # a request since when there was no eviction
+        self._num_chunks_seen = 0  # of those evicted in this window
         self._windows = _Window(), _Window()
 
     def note_evicted(self, pool: Pool, num_entries: int, age: int) -> None:
@@ -90,11 +107,11 @@ class PoolBalance:
 
     def restart(self, now: int) -> None:
         """Forgets all evictions: the pools have other sizes since request `now`."""
-        self._last_evicted_at = [now, now]
+        self._chunks_evicted_at = now
         self._begin_window(now)
 
-    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> Pool | None:
-        """The pool that gets a move's segments from the other; None if memory stays where it is. O(1).
+    def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> PoolMove | None:
+        """The next move; None if memory stays where it is. O(1).
 
         Args:
           now: requests so far.
@@ -106,41 +123,54 @@ class PoolBalance:
             self._begin_window(now)
             return None
         self._least_free = min(self._least_free[0], num_free[0]), min(self._least_free[1], num_free[1])
-        for pool in Pool:
-            if windows[pool].num_evicted != self._num_seen[pool]:
-                self._num_seen[pool], self._last_evicted_at[pool] = windows[pool].num_evicted, now
+        if (num_chunks := windows[Pool.CHUNKS].num_evicted) != self._num_chunks_seen:
+            self._num_chunks_seen, self._chunks_evicted_at = num_chunks, now
         if not any(self._is_complete(pool, now) for pool in Pool):
             return None
-        taker = self._taker(now, num_segments)
+        is_both = all(window.num_evicted for window in windows)
+        move = self._evened(num_segments) if is_both else self._spared(now, num_segments)
         self._begin_window(now)
-        return taker if taker is not None and num_segments[taker.other] > self._move_size else None
+        return move if move is not None and num_segments[move.taker.other] > move.num_segments else None
 
     def _is_complete(self, pool: Pool, now: int) -> bool:
         window = self._windows[pool]
-        if window.num_evicted < max(_LEAST_EVICTED, self._move_slots[pool]):
+        if window.num_evicted < max(_LEAST_EVICTED, self._unit * self._segment_slots[pool]):
             return False
         return now - self._begun_at >= _WINDOW_AGE * window.mean_age
 
-    def _taker(self, now: int, num_segments: Sequence[int]) -> Pool | None:
-        """At the end of a window: the pool that evicts too early."""
+    def _evened(self, num_segments: Sequence[int]) -> PoolMove | None:
+        """At the end of a window in which both pools have evicted: a move to the one that does so earlier."""
         windows = self._windows
-        if not all(window.num_evicted for window in windows):
-            taker = Pool.CHUNKS if windows[Pool.CHUNKS].num_evicted else Pool.STATES
-            other = taker.other
-            is_spare = self._least_free[other] >= _SPARE * self._move_slots[other]
-            is_old = now - self._last_evicted_at[other] >= _MARGIN * windows[taker].mean_age
-            return taker if is_spare or (is_old and self._goes_by_age(taker)) else None
         taker = min(Pool, key=lambda pool: windows[pool].mean_age)
-        young, old = windows[taker].mean_age, windows[taker.other].mean_age
-        more = (num_segments[taker] + self._move_size) / num_segments[taker]
-        less = (num_segments[taker.other] - self._move_size) / num_segments[taker.other]
-        return taker if young * more * _MARGIN <= old * less and self._goes_by_age(taker) else None
+        if not self._goes_by_age(taker):
+            return None
+        num_taker, num_giver = num_segments[taker], num_segments[taker.other]
+        young, old = max(1.0, windows[taker].mean_age), max(1.0, windows[taker.other].mean_age)
+        size = _size((old - young) / (old / num_giver + young / num_taker), num_taker, num_giver)
+        still_young, still_old = young * (num_taker + size) / num_taker, old * (num_giver - size) / num_giver
+        return PoolMove(taker, size) if still_young * _MARGIN <= still_old else None
+
+    def _spared(self, now: int, num_segments: Sequence[int]) -> PoolMove | None:
+        """At the end of a window in which one pool has evicted: a move of what the other has free."""
+        taker = Pool.CHUNKS if self._windows[Pool.CHUNKS].num_evicted else Pool.STATES
+        other = taker.other
+        spare = self._least_free[other] / self._segment_slots[other]
+        if spare >= _SPARE * self._unit:
+            return PoolMove(taker, _size(spare, num_segments[taker], num_segments[other]))
+        age = now - self._chunks_evicted_at
+        is_old = other is Pool.CHUNKS and age >= _MARGIN * self._windows[taker].mean_age
+        return PoolMove(taker, self._unit) if is_old else None
 
     def _goes_by_age(self, taker: Pool) -> bool:
         """Whether a pool may get memory because its entries are evicted young."""
         return self._chunks_by_age or taker is not Pool.CHUNKS
 
     def _begin_window(self, now: int) -> None:
-        self._begun_at, self._num_seen = now, [0, 0]
+        self._begun_at, self._num_chunks_seen = now, 0
         self._least_free = sys.maxsize, sys.maxsize
         self._windows = _Window(), _Window()
+
+
+def _size(even: float, num_taker: int, num_giver: int) -> int:
+    """Segments of a move, of pools with so many, if `even` segments would make them even; at least one."""
+    return max(1, int(min(_PART * even, _MOST_GIVEN * num_giver, num_taker)))
