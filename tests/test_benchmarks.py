@@ -66,6 +66,17 @@ def test_states(run):
         assert result["save"]["gb_per_s"] > 0
 
 
+def test_division(run):
+    said, report = run("bench_division", "--host-gb 40 --requests 150 --shares 0.2 0.5 --policy lru")
+    assert "part of the prompts' blocks that is loaded" in said
+    assert report["runs"].keys() == {"moving", "0.2", "0.5"}
+    for name, phases in report["runs"].items():
+        assert [phase["traffic"] for phase in phases] == ["conversations", "documents", "conversations", "balanced"]
+        assert all(0 <= phase["hit_rate"] < 1 for phase in phases)
+        assert any(phase["moved_segments"] for phase in phases) == (name == "moving")
+    assert report["runs"]["moving"][1]["hit_rate"] > report["runs"]["0.5"][1]["hit_rate"], "documents"
+
+
 def test_ranks(run):
     said, report = run("bench_ranks", "--ranks 1 2 --requests 3 --num-layers 2 --rounds 2")
     assert "3 requests a rank, 2 layers" in said

@@ -225,7 +225,14 @@ class KVLayout:
             described.append(_describe_group(kv_caches, states, LayerGroupKind.STATE))
         sharded = {(num_ranks, num_shards, num_devices) for _, num_ranks, num_shards, num_devices in described}
         if len(sharded) != 1:
-            raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")
+            found = ", ".join(
+                f"{group.kind.value} into {ranks} ranks and {shards} shards on {devices} local devices"
+                for group, ranks, shards, devices in described
+            )
+            raise LayoutError(
+                f"layer groups are sharded differently: {found}; expected the same numbers for each: allocate the "
+                "caches of all groups over one mesh, with blocks split over the same axis and pages over as many devices"
+            )
         _, num_ranks, num_shards, num_devices = described[0]
         layer_groups = tuple(group for group, *_ in described)
         return cls(
@@ -380,7 +387,7 @@ def _describe_group(
     if len(shards) != 1:
         raise LayoutError(
             f"pages of the shapes {[list(shape) for shape, _ in layers_of]} are split over {sorted(shards)} devices; "
-            "expected one number"
+            "expected one number: shard all KV caches of a layer group over the same axes of the mesh"
         )
     group = LayerGroup(
         kind=kind,

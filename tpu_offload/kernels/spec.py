@@ -87,7 +87,8 @@ class TransferSpec:
         sharding = first.sharding
         if not isinstance(sharding, NamedSharding | SingleDeviceSharding):
             raise LayoutError(
-                f"KV caches with a {type(sharding).__name__}; expected a NamedSharding or a SingleDeviceSharding"
+                f"KV caches with a {type(sharding).__name__}; expected a NamedSharding or a SingleDeviceSharding: "
+                "allocate them with jax.device_put(cache, NamedSharding(mesh, PartitionSpec(...)))"
             )
         layout = layout_of(first)
         for i, cache in enumerate(kv_caches):
