@@ -211,8 +211,8 @@ def test_the_host_tier_refuses_windows_in_one_line():
         (
             lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))],
             [0, 32],
-            "full_attention into 1 ranks and 1 shards on 1 local devices, sliding_window into 1 ranks and 2 shards on 2 "
-            "local devices; expected the same numbers for each: allocate the caches of all groups over one mesh",
+            "full_attention into 1 ranks and 1 shards on 1 local devices, sliding_window into 1 ranks and 2 shards on "
+            "2 local devices; expected the same numbers for each: allocate the caches of all groups over one mesh",
         ),
     ],
 )

@@ -230,8 +230,8 @@ class KVLayout:
                 for group, ranks, shards, devices in described
             )
             raise LayoutError(
-                f"layer groups are sharded differently: {found}; expected the same numbers for each: allocate the "
-                "caches of all groups over one mesh, with blocks split over the same axis and pages over as many devices"
+                f"layer groups are sharded differently: {found}; expected the same numbers for each: allocate "
+                "the caches of all groups over one mesh, blocks split over the same axis and pages over as many devices"
             )
         _, num_ranks, num_shards, num_devices = described[0]
         layer_groups = tuple(group for group, *_ in described)
