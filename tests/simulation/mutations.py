@@ -187,10 +187,12 @@ MUTATIONS = (
             ...
         else:
             self._workers.set_epoch(_1)
+            self._adopt_stored(_2)
         """,
         """
         if True:
             self._workers.set_epoch(_1)
+            self._adopt_stored(_2)
         """,
     ),
     Mutation(

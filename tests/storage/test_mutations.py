@@ -35,7 +35,7 @@ MUTATIONS = (
         "self._to_delete.pop(key, None)",
         "pass",
     ),
-    Mutation("a reset keeps what is to be demoted", "StoragePlanner.reset", "self._victims.clear()", "pass"),
+    Mutation("a reset keeps what is to be demoted", "StoragePlanner.plan", "self._victims = {}", "pass"),
     Mutation("all that is evicted is admitted", "StoragePlanner._note_evicted", "self._admission.admits(key)", "True"),
     Mutation("all that is saved is admitted", "StoragePlanner.offer", "self._admission.admits(key)", "True"),
     Mutation("one sighting is enough", "AdmissionFilter.__init__", "2 if _ else 1", "1"),

@@ -29,6 +29,7 @@ from tpu_offload.config.segments import HostSegments
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction
+from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ class OffloadConfig(pydantic.BaseModel):
         "models that span several hosts.",
     )
     storage_options: str = Field(
-        "", description="Options of the storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=auto|off]`."
+        "", description="Options of the storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."
     )
     num_storage_chunks: int = Field(
         0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."
@@ -352,7 +353,7 @@ class OffloadConfig(pydantic.BaseModel):
             )
         if self.storage_tier and not self.num_storage_chunks:
             raise ConfigError(
-                f"{env_name('storage_tier')}={self.storage_tier} needs a size; set {env_name('num_storage_chunks')} "
+                f"{env_name('storage_tier')}={one_line(self.storage_tier)} needs a size; set {env_name('num_storage_chunks')} "
                 "to at least 1"
             )
         buckets = self.block_size_buckets

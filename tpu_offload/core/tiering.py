@@ -293,7 +293,6 @@ class StoragePlanner:
             return
         self._must_clear = True
         self._candidates.clear()
-        self._victims.clear()
         self._to_delete.clear()
         self._stored.clear()
         self._fail_jobs("storage was cleared")

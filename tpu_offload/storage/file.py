@@ -52,7 +52,7 @@ _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (numbe
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions:
-    """`TPU_OFFLOAD_STORAGE_OPTIONS` of this tier: `DIR[,min_free_gb=GB][,direct=auto|off]`.
+    """`TPU_OFFLOAD_STORAGE_OPTIONS` of this tier: `DIR[,min_free_gb=GB][,direct=off]`.
 
     Attributes:
       directory: the directory; workers have subdirectories of their own.
