@@ -158,16 +158,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     def allocate(self, use, prefix, numbers, protected):
         plain = self.plain
-        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_evictable(protected)))
         granted = self.index.allocate(use, prefix, numbers, protected=protected)
         added, evicted = self.changes()
-        assert len(evicted) == num_evicted
         assert added == []
-        for victim in evicted:
-            candidates = plain.candidates(protected, plain.chunks)
-            assert victim in candidates, "it is in use, unfinished or protected, or another chunk follows it"
-            self.check_order(victim, candidates)
-            plain.evict(victim)
+        victims = iter(evicted)
+        # More than one round only if slots of victims are not usable, because a worker has fewer.
+        while num_evicted := max(0, min(len(numbers) - len(plain.free), plain.num_evictable(protected))):
+            for _ in range(num_evicted):
+                victim = next(victims, None)
+                assert victim is not None, "too few were evicted"
+                candidates = plain.candidates(protected, plain.chunks)
+                assert victim in candidates, "it is in use, unfinished or protected, or another chunk follows it"
+                self.check_order(victim, candidates)
+                plain.evict(victim)
+        assert next(victims, None) is None, "more were evicted than had to be"
         num_granted = min(len(numbers), len(plain.free))
         assert granted == plain.free[:num_granted]
         del plain.free[:num_granted]

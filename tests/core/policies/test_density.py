@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.core.policies.density_model import SlowDensity
-from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys
+from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tests.core.policies.traffic import Tier, chain, conversations
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
@@ -211,6 +211,22 @@ def hits_of_documents(*, is_known: bool) -> int:
         document = chain(f"document {i % 40}-{i // 400}", 10)
         num_hits += tier.serve(document)
     return num_hits
+
+
+def test_a_use_that_leaves_a_run_inside_it_joins_nothing_to_its_end() -> None:
+    """One use of two prefixes, as if a request had been given other hashes."""
+    policy, residents = DensityPolicy(), FakeResidents()
+    policy.resize(10)
+    shared, one, other = chunk_keys("s0 s1"), chunk_keys("a2"), chunk_keys("b2 b3")
+    uses = [new_use() for _ in range(3)]
+    residents.add(shared + one)
+    policy.insert(uses[0], shared + one, None)
+    policy.touch(uses[1], shared, 2, residents)
+    residents.add(other, shared[-1])
+    policy.insert(uses[1], other, shared[-1])
+    for keys in (shared + other, shared + one):
+        policy.touch(uses[2], keys, len(keys), residents)
+        policy.check_invariants(residents.leaves(), residents)
 
 
 def test_chunks_that_hbm_serves_are_not_kept_for_it() -> None:

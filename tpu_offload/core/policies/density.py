@@ -99,7 +99,9 @@ class DensityPolicy(EvictionPolicy):
                 run = self._use(run, num, keys, i + num, use)
                 if last is not None:
                     run = self._join(last, run)
-            last = run
+                last = run
+            else:  # a run that the prompt leaves before its end is not joined with what the prompt has next
+                last = run if num == len(run.keys) else None
             i += num
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
