@@ -648,12 +648,6 @@ MUTATIONS = (
         "False",
     ),
     Mutation(
-        "a checkpoint is superseded by one whose chunk is being saved",
-        "CheckpointTable._drop_superseded",
-        "not self._is_found(...)",
-        "False",
-    ),
-    Mutation(
         "a checkpoint that was loaded is superseded",
         "CheckpointTable._drop_superseded",
         "not (one.was_loaded or ...)",
