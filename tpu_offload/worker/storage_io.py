@@ -40,9 +40,7 @@ from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
-# Requests wait for reads. While a thread verifies what it has read, or waits for a server, others read.
-_NUM_READERS = 4
-_NUM_WRITERS = 2
+_NUM_THREADS = 2  # for reads, and two more for writes
 _STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
@@ -138,10 +136,7 @@ class StorageCopies:
         )
         self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, record_format)
         self._stored_keys = self._list_stored_keys()
-        self._readers, self._writers = (
-            _Threads("storage-read", _NUM_READERS),
-            _Threads("storage-write", _NUM_WRITERS),
-        )
+        self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
         self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
@@ -425,11 +420,11 @@ class _Threads:
     They hold no reference to this object, so they end when it is garbage-collected.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        for i in range(num_threads):
+        for i in range(_NUM_THREADS):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_run, args=(tasks, self._stop), name=f"tpu_offload-{name}-{i}", daemon=True
