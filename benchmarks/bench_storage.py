@@ -2,11 +2,12 @@
 
     python benchmarks/bench_storage.py --directory /mnt/disk --json storage.json
 
-Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB, by two threads, as
-the worker does. `tier` is what its I/O threads do with a record: seal, write, read, verify. `raw` is the same number
-of bytes by the same number of threads with one system call each, into a file that is preallocated likewise. The others
-are `peer_files`. What is buffered is synced and dropped from the page cache before each pass, which is not timed.
-The stall is the longest gap of a main thread that does nothing but look at the clock.
+Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB. `tier` is what the worker's
+I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the disk busy
+while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a record, into a
+file that is preallocated likewise; `raw, 3 threads` by three. The others are `peer_files`, by three threads. What is
+buffered is synced and dropped from the page cache before each pass, which is not timed. The stall is the longest gap of
+a main thread that does nothing but look at the clock.
 """
 
 import concurrent.futures
@@ -28,7 +29,7 @@ from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.file import FileTier
 
 _MIB = 2**20
-_NUM_THREADS = 2
+_NUM_THREADS = 3  # as `worker.storage_io`
 _KEYS_FINGERPRINT = bytes(16)
 
 
@@ -94,23 +95,28 @@ class Raw:
 Way = Tier | Raw | FilePerChunk
 
 
-def make_ways(directory: Path, payload_nbytes: int, num_records: int) -> dict[str, Way]:
-    """All of them, by name."""
-    return {
-        "tier": Tier(directory, payload_nbytes, num_records),
-        "raw": Raw(directory, payload_nbytes, num_records),
+def make_ways(directory: Path, payload_nbytes: int, num_records: int) -> dict[str, tuple[Way, int]]:
+    """All of them, by name, and the number of threads of each."""
+    raw = Raw(directory, payload_nbytes, num_records)
+    peers = {
         "vLLM fs": FilePerChunk(directory / "vllm", payload_nbytes, direct=False, renamed=True),
         "LMCache fs, direct": FilePerChunk(directory / "direct", payload_nbytes, direct=True, renamed=True),
         "LMCache disk": FilePerChunk(directory / "in-place", payload_nbytes, direct=False, renamed=False),
     }
+    return {
+        "tier": (Tier(directory, payload_nbytes, num_records), _NUM_THREADS),
+        "raw": (raw, _NUM_THREADS - 1),
+        "raw, 3 threads": (raw, _NUM_THREADS),
+        **{name: (peer, _NUM_THREADS) for name, peer in peers.items()},
+    }
 
 
-def measure(way: Way, what: str, buffers: Sequence[memoryview], num_records: int) -> dict[str, float]:
+def measure(way: Way, num_threads: int, what: str, buffers: Sequence[memoryview], num_records: int) -> dict[str, float]:
     """Reads or writes every record with some threads; seconds, CPU seconds and the longest stall."""
     call: Callable[[int, memoryview], None] = getattr(way, what)
 
     def work(thread: int) -> None:
-        for number in range(thread, num_records, _NUM_THREADS):
+        for number in range(thread, num_records, num_threads):
             call(number, buffers[thread])
 
     stop, gaps = threading.Event(), [0.0]
@@ -123,14 +129,14 @@ def measure(way: Way, what: str, buffers: Sequence[memoryview], num_records: int
             last = now
 
     watcher = threading.Thread(target=look)
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         way.settle()
         start_s, cpu_s = time.perf_counter(), time.process_time()
-        list(pool.map(work, range(_NUM_THREADS)))
+        list(pool.map(work, range(num_threads)))
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
         way.settle()
         watcher.start()  # a pass of its own: it takes a core
-        list(pool.map(work, range(_NUM_THREADS)))
+        list(pool.map(work, range(num_threads)))
         stop.set()
         watcher.join()
     return {"seconds": seconds, "cpu_s": cpu_s, "stall_ms": 1e3 * gaps[0]}
@@ -140,17 +146,17 @@ def bench(directory: Path, *, payload_nbytes: int, total_nbytes: int, num_rounds
     """All ways, round by round."""
     num_records = max(_NUM_THREADS, total_nbytes // payload_nbytes)
     ways = make_ways(directory, payload_nbytes, num_records)
-    buffers = {name: [_random(way.record_nbytes) for _ in range(_NUM_THREADS)] for name, way in ways.items()}
+    buffers = {name: [_random(way.record_nbytes) for _ in range(_NUM_THREADS)] for name, (way, _) in ways.items()}
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     try:
         for i in range(num_rounds + 1):  # the first one warms up: it writes blocks for the first time
             for what in ("write", "read"):
                 for name in in_turn(list(ways), i):
-                    result = measure(ways[name], what, buffers[name], num_records)
+                    result = measure(*ways[name], what, buffers[name], num_records)
                     if i:
                         found.setdefault((what, name), []).append(result)
     finally:
-        for way in ways.values():
+        for way in {way for way, _ in ways.values()}:
             way.close()
     gib = num_records * payload_nbytes / 2**30
     return [

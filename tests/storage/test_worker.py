@@ -696,7 +696,7 @@ def num_threads():
 def test_close_ends_threads_and_tier():
     before = num_threads()
     engine = StorageEngine(tier=NAME)
-    assert num_threads() == before + 4
+    assert num_threads() == before + 6
     engine.fill([0])
     engine.step(saves=[engine.cascade((1, 0))])
     disk = engine.disk
@@ -732,7 +732,7 @@ def test_a_worker_that_is_never_closed_ends_its_threads():
     before = {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
     engine = StorageEngine(tier=NAME)
     own = {t for t in threading.enumerate() if t.name.startswith("tpu_offload-storage")} - before
-    assert len(own) == 4
+    assert len(own) == 6
     del engine
     gc.collect()
     for thread in own:

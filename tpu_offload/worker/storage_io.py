@@ -40,7 +40,7 @@ from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 2  # for reads, and two more for writes
+_NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
 _STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
