@@ -2,12 +2,12 @@
 
     python benchmarks/bench_storage.py --directory /mnt/disk --json storage.json
 
-Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB. `tier` is what the worker's
-I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the disk busy
-while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a record, into a
-file that is preallocated likewise; `raw, 3 threads` by three. The others are `peer_files`, by three threads. What is
-buffered is synced and dropped from the page cache before each pass, which is not timed. The stall is the longest gap of
-a main thread that does nothing but look at the clock.
+Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB. `tier` is what the
+worker's I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the
+disk busy while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a
+record, into a file that is preallocated likewise; `raw, 3 threads` by three. The others are `peer_files`, by three
+threads. What is buffered is synced and dropped from the page cache before each pass, which is not timed. The stall is
+the longest gap of a main thread that does nothing but look at the clock.
 """
 
 import concurrent.futures
