@@ -65,12 +65,16 @@ def make_slot_copiers(
     if not precompile or pools[0][0].platform == "cpu":
         return make(paths[0])
     specs = [spec for spec, _ in pools]
-    paths = rank_slot_paths(paths, specs, blocks_per_chunk=blocks_per_chunk, allocate=allocate)
-    for path in paths:
+    seconds = rank_slot_paths(paths, specs, blocks_per_chunk=blocks_per_chunk, allocate=allocate)
+    times = ", ".join(f"{path.path.value} {1e3 * seconds[path]:.3g} ms" for path in seconds)
+    for path in seconds:
         try:
-            return make(path)
+            copiers = make(path)
         except CompileError as e:  # for the full size; what was tried is smaller
             _logger.warning(_CANNOT, path.path.value, e)
+            continue
+        _logger.info("chunks go to and from storage by the %s path; there and back: %s", path.path.value, times)
+        return copiers
     raise ConfigError(
         f"TPU_OFFLOAD_STORAGE_COPY_PATH={wanted.value}: no such path copies chunks of the host tier on this device, "
         "see the warnings before; expected auto, host or hbm: set another, or leave TPU_OFFLOAD_STORAGE_TIER empty"
@@ -84,8 +88,8 @@ def rank_slot_paths(
     blocks_per_chunk: int,
     allocate: Allocate,
     clock: Clock = time.perf_counter,
-) -> list[type[SlotPath]]:
-    """Tries the paths on small segments; returns those that copy every bit, the fastest first.
+) -> dict[type[SlotPath], float]:
+    """Tries the paths on small segments.
 
     Args:
       paths: what to try.
@@ -93,6 +97,8 @@ def rank_slot_paths(
       blocks_per_chunk: blocks in a slot.
       allocate: allocates zeros in pinned host memory that can be donated.
       clock: seconds.
+    Returns:
+      Those that copy every bit, the fastest first, with the seconds of a chunk's way out of a segment and back.
     """
     seconds: dict[type[SlotPath], float] = {}
     for path in paths:
@@ -100,13 +106,7 @@ def rank_slot_paths(
             seconds[path] = sum(_try(path, spec, blocks_per_chunk, allocate, clock) for spec in specs)
         except Exception as e:  # a path that fails in any way is not used; the other may do
             _logger.warning(_CANNOT, path.path.value, next(iter(str(e).splitlines()), type(e).__name__))
-    ranked = sorted(seconds, key=seconds.__getitem__)
-    if ranked:
-        times = ", ".join(f"{path.path.value} {1e3 * seconds[path]:.3g} ms" for path in ranked)
-        _logger.info(
-            "chunks go to and from storage by the %s path; out of a segment and back: %s", ranked[0].path.value, times
-        )
-    return ranked
+    return dict(sorted(seconds.items(), key=lambda item: item[1]))
 
 
 class _OneSegment:
