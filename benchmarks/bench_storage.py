@@ -6,8 +6,8 @@ Each round writes and then reads the same amount in every way, in records of 1, 
 worker's I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the
 disk busy while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a
 record, into a file that is preallocated likewise; `raw, 3 threads` by three. The others are `peer_files`, by three
-threads. What is buffered is synced and dropped from the page cache before each pass, which is not timed. The stall is
-the longest gap of a main thread that does nothing but look at the clock.
+threads. What is buffered is synced and dropped from the page cache before and after each pass, which is not timed. The
+stall is the longest gap of a main thread that does nothing but look at the clock.
 """
 
 import concurrent.futures
@@ -139,6 +139,7 @@ def measure(way: Way, num_threads: int, what: str, buffers: Sequence[memoryview]
         list(pool.map(work, range(num_threads)))
         stop.set()
         watcher.join()
+        way.settle()  # or the next way would share the disk with what is still being written
     return {"seconds": seconds, "cpu_s": cpu_s, "stall_ms": 1e3 * gaps[0]}
 
 
