@@ -1,17 +1,18 @@
-"""The file tier against raw pwritev and preadv with direct I/O, interleaved, on one disk.
+"""The file tier against raw pwritev and preadv with direct I/O, and against the files of other caches, on one disk.
 
     python benchmarks/bench_storage.py --directory /mnt/disk --json storage.json
 
-Each round writes and then reads the same amount with every way, in records of 1, 4 and 16 MiB, by two threads, as the
-worker does. `tier` is what the worker's I/O threads do with a record: seal, write, read, verify. `raw` is the same
-number of bytes by the same number of threads with one system call each, into a file that is preallocated likewise.
-The stall is the longest gap of a main thread that does nothing but look at the clock.
+Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB. `tier` is what the
+worker's I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the
+disk busy while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a
+record, into a file that is preallocated likewise; `raw, 3 threads` by three. The others are `peer_files`, by three
+threads. What is buffered is synced and dropped from the page cache before and after each pass, which is not timed. The
+stall is the longest gap of a main thread that does nothing but look at the clock.
 """
 
 import concurrent.futures
 import mmap
 import os
-import statistics
 import sys
 import tempfile
 import threading
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from common import count, make_parser, write_json
+from common import Spread, count, in_turn, make_parser, print_table, write_json
+from peer_files import FilePerChunk
 
 from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.file import FileTier
 
 _MIB = 2**20
-_NUM_THREADS = 2
+_NUM_THREADS = 3  # as `worker.storage_io`
 _KEYS_FINGERPRINT = bytes(16)
 
 
@@ -59,6 +61,9 @@ class Tier:
         self._tier.read(key, record)
         self._format.verify(record, key, generation=self._tier.generation)
 
+    def settle(self) -> None:
+        """Direct I/O leaves nothing to write."""
+
     def close(self) -> None:
         self._tier.close()
 
@@ -80,15 +85,38 @@ class Raw:
         if os.preadv(self._fd, [record], number * self.record_nbytes) != len(record):
             raise OSError("a short read")
 
+    def settle(self) -> None:
+        """Direct I/O leaves nothing to write."""
+
     def close(self) -> None:
         os.close(self._fd)
 
 
-def measure(call: Callable[[int, memoryview], None], buffers: Sequence[memoryview], num_records: int) -> dict[str, Any]:
-    """Calls it for every record, from `_NUM_THREADS` threads; seconds, CPU seconds and the longest stall."""
+Way = Tier | Raw | FilePerChunk
+
+
+def make_ways(directory: Path, payload_nbytes: int, num_records: int) -> dict[str, tuple[Way, int]]:
+    """All of them, by name, and the number of threads of each."""
+    raw = Raw(directory, payload_nbytes, num_records)
+    peers = {
+        "vLLM fs": FilePerChunk(directory / "vllm", payload_nbytes, direct=False, renamed=True),
+        "LMCache fs, direct": FilePerChunk(directory / "direct", payload_nbytes, direct=True, renamed=True),
+        "LMCache disk": FilePerChunk(directory / "in-place", payload_nbytes, direct=False, renamed=False),
+    }
+    return {
+        "tier": (Tier(directory, payload_nbytes, num_records), _NUM_THREADS),
+        "raw": (raw, _NUM_THREADS - 1),
+        "raw, 3 threads": (raw, _NUM_THREADS),
+        **{name: (peer, _NUM_THREADS) for name, peer in peers.items()},
+    }
+
+
+def measure(way: Way, num_threads: int, what: str, buffers: Sequence[memoryview], num_records: int) -> dict[str, float]:
+    """Reads or writes every record with some threads; seconds, CPU seconds and the longest stall."""
+    call: Callable[[int, memoryview], None] = getattr(way, what)
 
     def work(thread: int) -> None:
-        for number in range(thread, num_records, _NUM_THREADS):
+        for number in range(thread, num_records, num_threads):
             call(number, buffers[thread])
 
     stop, gaps = threading.Event(), [0.0]
@@ -101,53 +129,51 @@ def measure(call: Callable[[int, memoryview], None], buffers: Sequence[memoryvie
             last = now
 
     watcher = threading.Thread(target=look)
-    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        way.settle()
         start_s, cpu_s = time.perf_counter(), time.process_time()
-        list(pool.map(work, range(_NUM_THREADS)))
+        list(pool.map(work, range(num_threads)))
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+        way.settle()
         watcher.start()  # a pass of its own: it takes a core
-        list(pool.map(work, range(_NUM_THREADS)))
+        list(pool.map(work, range(num_threads)))
         stop.set()
         watcher.join()
+        way.settle()  # or the next way would share the disk with what is still being written
     return {"seconds": seconds, "cpu_s": cpu_s, "stall_ms": 1e3 * gaps[0]}
 
 
-def bench(directory: Path, *, payload_nbytes: int, total_nbytes: int, num_rounds: int) -> dict[str, Any]:
-    """All ways, round by round; medians."""
+def bench(directory: Path, *, payload_nbytes: int, total_nbytes: int, num_rounds: int) -> list[dict[str, Any]]:
+    """All ways, round by round."""
     num_records = max(_NUM_THREADS, total_nbytes // payload_nbytes)
-    ways: dict[str, Tier | Raw] = {
-        "tier": Tier(directory, payload_nbytes, num_records),
-        "raw": Raw(directory, payload_nbytes, num_records),
-    }
-    buffers = {name: [_random(way.record_nbytes) for _ in range(_NUM_THREADS)] for name, way in ways.items()}
-    found: dict[str, list[dict[str, Any]]] = {}
+    ways = make_ways(directory, payload_nbytes, num_records)
+    buffers = {name: [_random(way.record_nbytes) for _ in range(_NUM_THREADS)] for name, (way, _) in ways.items()}
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
     try:
         for i in range(num_rounds + 1):  # the first one warms up: it writes blocks for the first time
             for what in ("write", "read"):
-                for name in sorted(ways, reverse=bool(i % 2)):
-                    result = measure(getattr(ways[name], what), buffers[name], num_records)
+                for name in in_turn(list(ways), i):
+                    result = measure(*ways[name], what, buffers[name], num_records)
                     if i:
-                        found.setdefault(f"{name} {what}", []).append(result)
+                        found.setdefault((what, name), []).append(result)
     finally:
-        for way in ways.values():
+        for way in {way for way, _ in ways.values()}:
             way.close()
     gib = num_records * payload_nbytes / 2**30
-    table = {
-        name: {
-            "mib_per_s": statistics.median(1024 * gib / r["seconds"] for r in results),
-            "cpu_s_per_gib": statistics.median(r["cpu_s"] / gib for r in results),
-            "stall_ms": statistics.median(r["stall_ms"] for r in results),
+    return [
+        {
+            "record_mib": payload_nbytes // _MIB,
+            "what": what,
+            "way": name,
+            "mib_per_s": Spread.of(1024 * gib / r["seconds"] for r in results),
+            "of_raw": Spread.of(
+                raw["seconds"] / r["seconds"] for raw, r in zip(found[what, "raw"], results, strict=True)
+            ),
+            "cpu_s_per_gib": Spread.of(r["cpu_s"] / gib for r in results),
+            "stall_ms": Spread.of(r["stall_ms"] for r in results),
         }
-        for name, results in found.items()
-    }
-    ratios = {
-        what: statistics.median(
-            raw["seconds"] / tier["seconds"]
-            for raw, tier in zip(found[f"raw {what}"], found[f"tier {what}"], strict=True)
-        )
-        for what in ("write", "read")
-    }
-    return {"record_mib": payload_nbytes // _MIB, "ways": table, "tier_to_raw": ratios}
+        for (what, name), results in found.items()
+    ]
 
 
 def _random(nbytes: int) -> memoryview:
@@ -165,19 +191,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=count, default=5, help="rounds after the first (5)")
     parser.add_argument("--sizes", type=count, nargs="+", default=[1, 4, 16], help="records, MiB (1 4 16)")
     args = parser.parse_args(argv)
-    results = []
+    results: list[dict[str, Any]] = []
     for size in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-            result = bench(
+            results += bench(
                 Path(directory), payload_nbytes=size * _MIB, total_nbytes=args.mib * _MIB, num_rounds=args.rounds
             )
-        results.append(result)
-        for name, numbers in result["ways"].items():
-            rate, cpu_s, stall_ms = numbers["mib_per_s"], numbers["cpu_s_per_gib"], numbers["stall_ms"]
-            print(f"{size:3} MiB  {name:10}  {rate:7.0f} MiB/s  {cpu_s:5.2f} CPU s/GiB  stall {stall_ms:5.1f} ms")
-        print(f"{size:3} MiB  tier / raw  write {result['tier_to_raw']['write']:.2f}, read "
-              f"{result['tier_to_raw']['read']:.2f}")  # fmt: skip
-    write_json(args, question="file tier and raw system calls", results=results)
+    rows = [
+        (
+            f"{row['record_mib']} MiB {row['what']}",
+            row["way"],
+            row["mib_per_s"].text(0),
+            row["of_raw"].text(),
+            row["cpu_s_per_gib"].text(),
+            row["stall_ms"].range(1),
+        )
+        for row in results
+    ]
+    headers = ["record", "way", "MiB/s", "of raw", "CPU s/GiB", "longest stall, ms (min-max)"]
+    print_table("Records in files", headers, rows, num_labels=2)
+    write_json(args, question="file tier, raw system calls and other caches' files", results=results)
     return 0
 
 

@@ -236,11 +236,21 @@ def test_windows_of_a_model_with_states(run):
 
 def test_storage(run, tmp_path):
     said, report = run("bench_storage", f"--directory {tmp_path} --mib 2 --sizes 1 --rounds 1")
-    assert "1 MiB  tier / raw  write" in said
-    (result,) = report["results"]
-    assert result["ways"].keys() == {"tier write", "raw write", "tier read", "raw read"}
-    assert all(ratio > 0 for ratio in result["tier_to_raw"].values())
+    assert "Records in files" in said
+    found = {(r["what"], r["way"]): r for r in report["results"]}
+    ways = ("tier", "raw", "raw, 3 threads", "vLLM fs", "LMCache fs, direct", "LMCache disk")
+    assert found.keys() == {(what, way) for what in ("write", "read") for way in ways}
+    assert all(r["of_raw"]["median"] > 0 for r in found.values())
+    assert found["read", "raw"]["of_raw"]["median"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
+
+
+def test_storage_copies(run):
+    said, report = run("bench_storage_copies", "--mib 4 --sizes 1 --rounds 1")
+    assert "Chunks between a segment and a buffer" in said
+    found = {(r["direction"], r["way"]): r for r in report["results"]}
+    assert found.keys() == {(way, name) for way in ("out", "in") for name in ("host", "hbm", "address", "memcpy")}
+    assert all(r["gib_per_s"] > 0 for r in found.values())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

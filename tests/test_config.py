@@ -19,6 +19,7 @@ from tpu_offload.config import (
     OffloadConfig,
     SaveEvent,
     StorageAdmission,
+    StorageCopyPath,
     StorageWriteEvent,
     SwapMode,
 )
@@ -64,6 +65,7 @@ GOOD = {
     "num_storage_chunks": ("4096", 4096),
     "storage_write_on": ("eviction", StorageWriteEvent.HOST_EVICTION),
     "storage_admission": ("after_hit", StorageAdmission.AFTER_HIT),
+    "storage_copy_path": ("hbm", StorageCopyPath.HBM),
     "storage_wait_s": ("0", 0.0),
     "max_storage_gb_in_flight": ("0.25", 0.25),
     "job_timeout_s": ("2.5", 2.5),
@@ -155,6 +157,7 @@ BAD = {
     "num_storage_chunks": [("-1", "greater than or equal to 0"), ("many", "integer")],
     "storage_write_on": [("load", "'save' or 'eviction'")],
     "storage_admission": [("most", "'all', 'second_sighting' or 'after_hit'")],
+    "storage_copy_path": [("address", "'auto', 'host' or 'hbm'")],
     "storage_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "max_storage_gb_in_flight": [("0", "greater than 0"), ("inf", "finite number")],
     "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],

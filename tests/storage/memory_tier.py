@@ -73,7 +73,9 @@ class FaultyTier(MemoryTier):
     def read(self, key: bytes, record: memoryview) -> None:
         self._enter("read")
         if self.damage == "short":
-            record[: len(record) // 2] = self.values[key][: len(record) // 2]
+            half = len(record) // 2
+            record[:half] = self.values[key][:half]
+            record[half:] = b"\xee" * (len(record) - half)  # not, by chance, the right bytes of an earlier buffer
             return
         super().read(key, record)
         if self.damage == "one bit":

@@ -6,6 +6,7 @@ import struct
 import pytest
 import xxhash
 
+from tests.interpreter_lock import releases_lock
 from tests.storage.conformance import FORMAT, key_of, new_record, payload
 from tpu_offload.errors import TransferError
 from tpu_offload.storage import RecordFormat
@@ -154,3 +155,12 @@ def test_every_byte_of_the_payload_counts():
         with pytest.raises(RecordError, match="payload is damaged"):
             FORMAT.verify(record, key_of(1), generation=5)
         record[place] ^= 1 << place % 8
+
+
+def test_checksums_are_computed_without_the_interpreters_lock():
+    """Or a chunk of 16 MiB would stop the thread that dispatches the model for a millisecond or two."""
+    large = dataclasses.replace(FORMAT, payload_nbytes=2**24)
+    record = memoryview(bytearray(large.record_nbytes))
+    assert releases_lock(lambda: large.seal(record, KEY, generation=5))
+    assert releases_lock(lambda: large.verify(record, KEY, generation=5))
+    assert not releases_lock(lambda: sum(range(1000))), "the check sees a call that holds it"

@@ -26,7 +26,7 @@ from tests.worker.engine import (
 )
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
-from tpu_offload.kernels import reference
+from tpu_offload.kernels import SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, storage_io
@@ -249,6 +249,54 @@ def test_only_threads_of_its_own_call_the_tier():
     names = {name.rsplit("-", 1)[0] for name in engine.disk.threads}
     assert names == {"tpu_offload-storage-read", "tpu_offload-storage-write"}
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("tpu_offload-storage"))
+
+
+def test_bytes_are_copied_by_io_threads_only(monkeypatch):
+    """The dispatching thread would wait for a chunk's copy, both ways."""
+    names = []
+    for method in ("pack", "unpack"):
+        copy = getattr(SlotCopier, method)
+
+        def noted(self, *args, copy=copy):
+            names.append((copy.__name__, threading.current_thread().name.rsplit("-", 1)[0]))
+            return copy(self, *args)
+
+        monkeypatch.setattr(SlotCopier, method, noted)
+    engine = StorageEngine()
+    engine.fill([0])
+    for job, is_load in ((engine.cascade((1, 0)), False), (engine.promote((1, 1)), True)):
+        engine.step(**{"loads" if is_load else "saves": [job]})
+        assert engine.done(job).state is FINISHED
+    assert names == [("pack", "tpu_offload-storage-write"), ("unpack", "tpu_offload-storage-read")]
+
+
+def test_a_payload_that_cannot_be_made_fails_its_chunk_and_leaves_the_slot(monkeypatch):
+    engine = StorageEngine()
+    engine.fill([0, 1])
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    assert engine.done(cascade).state is FINISHED
+    engine.expect_stored(cascade)
+    with monkeypatch.context() as failing:
+        failing.setattr(SlotCopier, "unpack", lambda *_: 1 / 0)
+        job = engine.promote((1, 1))
+        engine.step(loads=[job])
+        assert engine.done(job).state is FAILED
+    engine.check()
+
+
+def test_the_path_through_hbm_has_every_bit():
+    engine = StorageEngine(storage_copy_path="hbm")
+    engine.fill([0, 1])
+    cascade = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[cascade])
+    assert engine.done(cascade).state is FINISHED
+    engine.expect_stored(cascade)
+    promote = engine.promote((1, 3), (2, 2))
+    engine.step(loads=[promote])
+    assert engine.done(promote).state is FINISHED
+    engine.expect_promoted(promote)
+    engine.check()
 
 
 def test_what_is_deleted_cannot_be_read():
@@ -648,7 +696,7 @@ def num_threads():
 def test_close_ends_threads_and_tier():
     before = num_threads()
     engine = StorageEngine(tier=NAME)
-    assert num_threads() == before + 4
+    assert num_threads() == before + 6
     engine.fill([0])
     engine.step(saves=[engine.cascade((1, 0))])
     disk = engine.disk
@@ -684,7 +732,7 @@ def test_a_worker_that_is_never_closed_ends_its_threads():
     before = {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
     engine = StorageEngine(tier=NAME)
     own = {t for t in threading.enumerate() if t.name.startswith("tpu_offload-storage")} - before
-    assert len(own) == 4
+    assert len(own) == 6
     del engine
     gc.collect()
     for thread in own:

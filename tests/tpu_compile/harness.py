@@ -35,6 +35,7 @@ ALTERNATIVES = (
     "untied_fused_step",
 )
 ALL_PROGRAMS = ("direct_save", "direct_load", "gather", "scatter", "land", "pick", "read_slot", "write_slot")
+SLOTS_BY_HBM = ("read_slot_hbm", "write_slot_hbm")
 STEPS = ("step", "fused_step")  # a model's forward pass without and with fused copies
 
 
@@ -55,7 +56,7 @@ class Case:
       segment_blocks: places in a segment of the host pool.
       capacity: staging budget in blocks.
       bucket: size of the staging arrays.
-      programs: which to compile, of ALL_PROGRAMS, STEPS and ALTERNATIVES.
+      programs: which to compile, of ALL_PROGRAMS, SLOTS_BY_HBM, STEPS and ALTERNATIVES.
       num_stripes: arrays in a segment; None as the library chooses.
       num_saves, num_loads, blocks_per_chunk: what the fused step copies.
       d_model, d_ff, num_tokens: sizes of the model's step.
@@ -199,7 +200,7 @@ def library_figures(name: str, spec: Any, case: Case, known: Mapping[str, dict[s
     from tests.tpu_compile.recorded import Recorded
     from tpu_offload.kernels.compiled import bound_nbytes, compile_program
 
-    bound = bound_nbytes(spec, num_blocks=2 if name.startswith("direct") else 1)
+    bound = bound_nbytes(spec, num_blocks=2 if name.startswith("direct") or name.endswith("_hbm") else 1)
     tried: dict[str, dict[str, Any]] = {}
 
     def recorded(spec: Any) -> Any:
@@ -247,7 +248,7 @@ def build(name: str, spec: Any, case: Case) -> Any:
     import jax
 
     from tests.tpu_compile import alternatives, decoder
-    from tpu_offload.kernels import FusedStep, fused_step_structs, programs
+    from tpu_offload.kernels import FusedStep, fused_step_structs, programs, slot_programs
 
     if name in ALTERNATIVES and name != "untied_fused_step":
         return getattr(alternatives, name)(spec, case.bucket)
@@ -263,7 +264,7 @@ def build(name: str, spec: Any, case: Case) -> Any:
             alternatives.untied(decoder.step) if name.startswith("untied") else decoder.step, donate_argnums=(1, 5)
         )
         return programs.Program(name, step, args, "tpu")
-    make = getattr(programs, name)
+    make = getattr(programs if hasattr(programs, name) else slot_programs, name)
     program = make(spec) if name.startswith("direct") else make(spec, case.bucket)
     if not case.donate:
         program = dataclasses.replace(program, function=jax.jit(program.function.__wrapped__))

@@ -7,6 +7,7 @@ from tpu_offload.config.choices import (
     LoadMode,
     SaveEvent,
     StorageAdmission,
+    StorageCopyPath,
     StorageWriteEvent,
     SwapMode,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "OffloadConfig",
     "SaveEvent",
     "StorageAdmission",
+    "StorageCopyPath",
     "StorageWriteEvent",
     "SwapMode",
 ]

@@ -60,6 +60,14 @@ class StorageAdmission(enum.Enum):
     AFTER_HIT = "after_hit"  # those that a request loaded from the host tier
 
 
+class StorageCopyPath(enum.Enum):
+    """How chunks move between the host pool and the buffers of storage (see `tpu_offload.kernels.slot_paths`)."""
+
+    AUTO = "auto"  # the fastest of the others on this machine; resolved by the worker
+    HOST = "host"  # a call of the host's CPU in the device's queue
+    HBM = "hbm"  # through HBM, by DMA
+
+
 class EvictionPolicyName(enum.Enum):
     """Which chunk a full host tier evicts (see `tpu_offload.core.policies`)."""
 

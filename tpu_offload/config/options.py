@@ -21,6 +21,7 @@ from tpu_offload.config.choices import (
     LoadMode,
     SaveEvent,
     StorageAdmission,
+    StorageCopyPath,
     StorageWriteEvent,
     SwapMode,
 )
@@ -237,6 +238,12 @@ class OffloadConfig(pydantic.BaseModel):
         description="Which chunks the storage tier takes: `all`, those that two requests contained "
         "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
         "used again.",
+    )
+    storage_copy_path: StorageCopyPath = Field(
+        StorageCopyPath.AUTO,
+        description="How chunks are copied between the host tier and the buffers of storage: `host` by the host's CPU, "
+        "`hbm` through HBM, one or two blocks of it. `auto` tries both at the start and takes the faster one; on CPU, "
+        "and with `TPU_OFFLOAD_SKIP_JAX_PRECOMPILE`, it is `host`.",
     )
     storage_wait_s: float = Field(
         0.5,

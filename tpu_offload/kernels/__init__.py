@@ -13,11 +13,14 @@ from tpu_offload.kernels.fused_plan import (
     make_fused_step,
     take_chunks,
 )
+from tpu_offload.kernels.slot_choice import make_slot_copiers, rank_slot_paths
+from tpu_offload.kernels.slot_paths import SLOT_PATHS, HbmPath, HostPath, SlotPath
 from tpu_offload.kernels.slots import SlotCopier
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
 __all__ = [
+    "SLOT_PATHS",
     "ArenaView",
     "BlockMoves",
     "BySegment",
@@ -29,8 +32,11 @@ __all__ = [
     "FusedOutcome",
     "FusedPlanner",
     "FusedStep",
+    "HbmPath",
+    "HostPath",
     "Phase",
     "SlotCopier",
+    "SlotPath",
     "StagedCopier",
     "TransferSpec",
     "choose_paths",
@@ -40,6 +46,8 @@ __all__ = [
     "fused_step_structs",
     "make_copiers",
     "make_fused_step",
+    "make_slot_copiers",
+    "rank_slot_paths",
     "split_into_buckets",
     "take_chunks",
     "usable_buckets",

@@ -10,8 +10,8 @@ trip count, so one compiled program serves jobs of every size:
   land          host staging -> segment       second half of a staged save, on the host's CPU
   pick          segment -> host staging       first half of a staged load, on the host's CPU
   scatter       staging in HBM -> caches      second half of a staged load
-  read_slot     segment -> payload            one chunk of the host tier, on the host's CPU, for storage
-  write_slot    payload -> segment            the way back
+
+The programs that copy chunks of the host tier for storage are in `slot_programs`.
 
 The direct programs gather the pages of a stripe in HBM, which takes one block, and send each stripe in one DMA. The
 DMAs of a block's stripes are in flight together; two into the same array would be serialized
@@ -101,8 +101,8 @@ def direct_save(spec: TransferSpec) -> Program:
         return _caches_to_pool(segment, caches, *_unpack(moves), spec, copies=spec.copies, space=Space.Host)
 
     args = (spec.segment_structs(), spec.cache_structs(), spec.moves_struct(spec.capacity))
-    out = _segment_sharding(spec)
-    return _program("direct_save", _by_rank(save, args, out, spec), args, spec, donate=0, out=out)
+    out = segment_sharding(spec)
+    return make_program("direct_save", _by_rank(save, args, out, spec), args, spec, donate=0, out=out)
 
 
 def direct_load(spec: TransferSpec) -> Program:
@@ -120,7 +120,7 @@ def direct_load(spec: TransferSpec) -> Program:
 
     args = (spec.cache_structs(), spec.segment_structs(), spec.moves_struct(spec.capacity))
     by_rank = _by_rank(load, args, [spec.cache_sharding] * spec.num_layers, spec)
-    return _program("direct_load", by_rank, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
+    return make_program("direct_load", by_rank, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
 
 
 def gather(spec: TransferSpec, bucket: int) -> Program:
@@ -142,7 +142,7 @@ def gather(spec: TransferSpec, bucket: int) -> Program:
         return staging, token
 
     args = (spec.cache_structs(), spec.ids_struct(bucket))
-    return _program("gather", gather_blocks, args, spec, donate=None, out=struct.sharding)
+    return make_program("gather", gather_blocks, args, spec, donate=None, out=struct.sharding)
 
 
 def scatter(spec: TransferSpec, bucket: int) -> Program:
@@ -161,7 +161,7 @@ def scatter(spec: TransferSpec, bucket: int) -> Program:
 
     staging = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
     args = (spec.cache_structs(), staging, spec.moves_struct(bucket))
-    return _program("scatter", scatter_blocks, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
+    return make_program("scatter", scatter_blocks, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
 
 
 def land(spec: TransferSpec, bucket: int) -> Program:
@@ -176,7 +176,7 @@ def land(spec: TransferSpec, bucket: int) -> Program:
     def land_rows(segment: Any, staging: Any, host_block_ids: Any) -> Any:
         def copy(segment: Any, staging: Any, i: Any, host_block_id: Any) -> Any:
             return [
-                _write(stripe, _read(staging, i, (first, end)), host_block_id)
+                write_rows(stripe, read_rows(staging, i, (first, end)), host_block_id)
                 for stripe, (first, end) in zip(segment, spec.stripes, strict=True)
             ]
 
@@ -184,7 +184,7 @@ def land(spec: TransferSpec, bucket: int) -> Program:
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
     args = (spec.segment_structs(), staging, spec.ids_struct(bucket))
-    return _program("land", land_rows, args, spec, donate=0, out=_segment_sharding(spec))
+    return make_program("land", land_rows, args, spec, donate=0, out=segment_sharding(spec))
 
 
 def pick(spec: TransferSpec, bucket: int) -> Program:
@@ -199,62 +199,17 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
     def pick_rows(staging: Any, segment: Any, host_block_ids: Any) -> Any:
         def copy(staging: Any, segment: Any, i: Any, host_block_id: Any) -> Any:
             for stripe, (first, end) in zip(segment, spec.stripes, strict=True):
-                staging = _write(staging, _read(stripe, host_block_id, (0, end - first)), i, first)
+                staging = write_rows(staging, read_rows(stripe, host_block_id, (0, end - first)), i, first)
             return staging
 
         return _on_host(copy, staging, segment, host_block_ids)
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
     args = (staging, spec.segment_structs(), spec.ids_struct(bucket))
-    return _program("pick", pick_rows, args, spec, donate=0, out=staging.sharding)
+    return make_program("pick", pick_rows, args, spec, donate=0, out=staging.sharding)
 
 
-def read_slot(spec: TransferSpec, num_blocks: int) -> Program:
-    """`(segment, first) -> (payload, token)`, on the host's CPU: copies consecutive blocks to separate arrays.
-
-    Args of the program:
-      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
-      first: i32[], the position of the first of `num_blocks` blocks in the segment.
-    """
-
-    def read(segment: Any, first: Any) -> Any:
-        def cut(segment: Any, first: Any) -> Any:
-            pieces = [
-                lax.dynamic_slice(stripe, (first, np.int32(0), *_origin(stripe)), (num_blocks, *stripe.shape[1:]))
-                for stripe in segment
-            ]
-            return pieces, first + num_blocks
-
-        spaces = (Space.Host, Space.Device)
-        return compute_on(jax.jit(cut), compute_type="device_host", out_memory_spaces=spaces)(segment, first)
-
-    out = [struct.sharding for struct in spec.payload_structs(num_blocks)]
-    return _program("read_slot", read, (spec.segment_structs(), spec.count_struct()), spec, donate=None, out=out)
-
-
-def write_slot(spec: TransferSpec, num_blocks: int) -> Program:
-    """`(segment, payload, first) -> (segment, token)`, on the host's CPU.
-
-    Args of the program:
-      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
-      payload: per stripe, carrier[num_blocks, layers, *pool_page] in pinned host memory.
-      first: i32[], the position of the first block in the segment.
-    """
-
-    def write(segment: Any, payload: Any, first: Any) -> Any:
-        def put(segment: Any, payload: Any, first: Any) -> Any:
-            pairs = zip(segment, payload, strict=True)
-            return [_write(stripe, piece, first) for stripe, piece in pairs], first + num_blocks
-
-        spaces = (Space.Host, Space.Device)
-        on_host = compute_on(jax.jit(put), compute_type="device_host", out_memory_spaces=spaces)
-        return on_host(segment, payload, first)
-
-    args = (spec.segment_structs(), spec.payload_structs(num_blocks), spec.count_struct())
-    return _program("write_slot", write, args, spec, donate=0, out=_segment_sharding(spec))
-
-
-def _program(
+def make_program(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
 ) -> Program:
     """Jits `function`, which returns arrays with sharding `out`, and a token."""
@@ -326,7 +281,8 @@ def _unpack(moves: Any) -> tuple[Any, Any, Any]:
     return moves[0], moves[1], moves[2, 0]
 
 
-def _segment_sharding(spec: TransferSpec) -> list[Any]:
+def segment_sharding(spec: TransferSpec) -> list[Any]:
+    """Of each stripe of a segment."""
     return [struct.sharding for struct in spec.segment_structs()]
 
 
@@ -339,18 +295,19 @@ def cpu_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
     return [bitcast(cache, spec.carrier) for cache in kv_caches] if spec.platform == "cpu" else kv_caches
 
 
-def _read(pool: Any, row: Any, layers: LayerRange) -> Any:
+def read_rows(pool: Any, row: Any, layers: LayerRange) -> Any:
     """`pool[row, first:end]` with a leading axis of 1."""
-    start = (row, np.int32(layers[0]), *_origin(pool))
+    start = (row, np.int32(layers[0]), *origin(pool))
     return lax.dynamic_slice(pool, start, (1, layers[1] - layers[0], *pool.shape[2:]))
 
 
-def _write(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
+def write_rows(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
     """`pool` with `pages`, one or more rows, from `pool[row, first_layer:]` on."""
-    return lax.dynamic_update_slice(pool, pages, (row, np.int32(first_layer), *_origin(pool)))
+    return lax.dynamic_update_slice(pool, pages, (row, np.int32(first_layer), *origin(pool)))
 
 
-def _origin(pool: Any) -> Any:
+def origin(pool: Any) -> Any:
+    """The start of a slice in the axes of a page."""
     return (np.int32(0),) * (pool.ndim - 2)  # typed: under jax_enable_x64 a plain 0 would not match the i32 ids
 
 
@@ -376,7 +333,7 @@ def _caches_to_pool(
         for stripe, pieces in zip(stripes, copies, strict=True):
             for first, end in pieces:
                 together = read_block(caches[first:end], block_ids[i], spec)
-                stripe = _write(stripe, jax.device_put(together, space), rows[i], first - pieces[0][0])
+                stripe = write_rows(stripe, jax.device_put(together, space), rows[i], first - pieces[0][0])
             out.append(stripe)
         return out, count + 1
 
@@ -404,7 +361,7 @@ def _pool_to_caches(
                 row, block_id = rows[i], block_ids[i]
                 if spec.in_turn and out:  # as `write_block` does within a stripe
                     row, block_id, out[-1] = lax.optimization_barrier((row, block_id, out[-1]))
-                pages = jax.device_put(_read(stripe, row, layers), Space.Device)
+                pages = jax.device_put(read_rows(stripe, row, layers), Space.Device)
                 out += write_block(caches[first:end], pages, block_id, spec)
         return out, count + 1
 

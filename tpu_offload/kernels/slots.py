@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
 from tpu_offload.kernels.copier import ArenaView, fetch_early
+from tpu_offload.kernels.slot_paths import SlotPath
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, TransferSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -31,14 +31,16 @@ class SlotCopier:
       spec: what is in a segment.
       arena: the segments.
       blocks_per_chunk: blocks in a slot.
+      path: its programs.
     """
 
-    def __init__(self, spec: TransferSpec, arena: ArenaView, *, blocks_per_chunk: int) -> None:
+    def __init__(self, spec: TransferSpec, arena: ArenaView, *, blocks_per_chunk: int, path: type[SlotPath]) -> None:
         self._spec = spec
         self._arena = arena
         self._num_blocks = blocks_per_chunk
         self._structs = spec.payload_structs(blocks_per_chunk)
-        self._programs = CompiledPrograms(spec, num_blocks=1)
+        self._path = path
+        self._programs = CompiledPrograms(spec, num_blocks=path.max_hbm_blocks)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -65,11 +67,11 @@ class SlotCopier:
 
     @property
     def _read(self) -> Any:
-        return self._programs.get("read", lambda spec: programs.read_slot(spec, self._num_blocks))
+        return self._programs.get("read", lambda spec: self._path.read(spec, self._num_blocks))
 
     @property
     def _write(self) -> Any:
-        return self._programs.get("write", lambda spec: programs.write_slot(spec, self._num_blocks))
+        return self._programs.get("write", lambda spec: self._path.write(spec, self._num_blocks))
 
     # On the thread that dispatches.
 
@@ -88,6 +90,8 @@ class SlotCopier:
         self._arena.replace(segment_id, segment)
         return fetch_early(token, self._spec)
 
+    # On any thread.
+
     def unpack(self, source: Bytes) -> Payload:
         """Makes a payload from its bytes. `source` must not change while the payload is in use."""
         payload: Payload = []
@@ -102,8 +106,6 @@ class SlotCopier:
                 start += nbytes
             payload.append(jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards))
         return payload
-
-    # On any thread.
 
     def pack(self, payload: Payload, target: Bytes) -> None:
         """Waits for a payload and copies its bytes: stripe after stripe, of each the shards in the order of devices."""

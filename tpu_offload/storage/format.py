@@ -114,7 +114,7 @@ class RecordFormat:
         record[:PAGE_NBYTES] = bytes(PAGE_NBYTES)
         _FIELDS.pack_into(
             record, 0, MAGIC, VERSION, PAGE_NBYTES, 0, generation, self.fingerprint, self.worker_id, self.num_shards,
-            len(key), 0, self.payload_nbytes, xxhash.xxh3_128_digest(payload), key,
+            len(key), 0, self.payload_nbytes, checksum_of(payload), key,
         )  # fmt: skip
         record[_CHECKED_NBYTES:PAGE_NBYTES] = xxhash.xxh3_64_digest(record[:_CHECKED_NBYTES])
         end = PAGE_NBYTES + self.payload_nbytes
@@ -146,9 +146,16 @@ class RecordFormat:
             if (found := getattr(header, name)) != value:
                 raise RecordError(f"storage returned a record with {name}={_text(found)}; expected {_text(value)}")
         payload = self.payload_of(record)
-        if len(payload) != self.payload_nbytes or xxhash.xxh3_128_digest(payload) != header.checksum:
+        if len(payload) != self.payload_nbytes or checksum_of(payload) != header.checksum:
             raise RecordError("storage returned a record whose payload is damaged or incomplete")
         return payload
+
+
+def checksum_of(payload: memoryview) -> bytes:
+    """xxh3_128 of a payload, computed without the interpreter's lock, which the one-shot functions of xxhash 3 hold."""
+    state = xxhash.xxh3_128()
+    state.update(payload)
+    return state.digest()
 
 
 def read_header(record: memoryview) -> Header:

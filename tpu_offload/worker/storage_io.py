@@ -27,8 +27,9 @@ import numpy as np
 
 from tpu_offload.config import ENV_PREFIX, OffloadConfig
 from tpu_offload.errors import ConfigError, TransferError
-from tpu_offload.kernels import SlotCopier
+from tpu_offload.kernels import SlotCopier, make_slot_copiers
 from tpu_offload.layout import KVLayout
+from tpu_offload.memory import pinned_zeros
 from tpu_offload.storage import RecordFormat, StorageSpec, StorageTier, make_tier
 from tpu_offload.storage.format import FINGERPRINT_NBYTES, PAGE_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart
@@ -39,7 +40,7 @@ from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 2  # for reads, and two more for writes
+_NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
 _STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
@@ -55,8 +56,9 @@ class _Item:
       positions: of the chunk or keys in the job, as in `JobResult.failed_blocks`.
       keys: the chunk's key, or those to delete; none to clear storage.
       slot: the chunk's; None for a deletion or to clear storage.
-      payload: for a cascade, the copy of the slot, per page group; dropped once it is packed.
-      data: for a promotion, the payload, once it is read and verified.
+      payload: per page group; for a cascade, the copy of the slot, dropped once it is packed; for a promotion, what was
+        read and verified.
+      is_read: whether, for a promotion, the payload is what was read and verified.
       error: in one line; empty if nothing failed.
       began_s: when its job was dispatched; `time.monotonic`, like the next one.
       ended_s: when its bytes had been read.
@@ -67,7 +69,7 @@ class _Item:
     keys: tuple[ChunkKey, ...]
     slot: int | None = None
     payload: list[list[jax.Array]] | None = None
-    data: Bytes | None = None
+    is_read: bool = False
     error: str = ""
     began_s: float = dataclasses.field(default_factory=time.monotonic)
     ended_s: float = 0.0
@@ -109,9 +111,13 @@ class StorageCopies:
         self._jobs = jobs
         self._blocks_per_chunk = config.blocks_per_chunk
         self._max_in_flight = config.max_storage_chunks_in_flight(layout)
-        self._copiers = [
-            SlotCopier(memory.spec, memory.arena, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
-        ]
+        self._copiers = make_slot_copiers(
+            config.storage_copy_path,
+            [(memory.spec, memory.arena) for memory in memories],
+            blocks_per_chunk=config.blocks_per_chunk,
+            allocate=pinned_zeros,
+            precompile=not config.skip_jax_precompile,
+        )
         # The layout's fingerprint names model and geometry, but not the shards.
         formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
         fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
@@ -128,9 +134,6 @@ class StorageCopies:
             fingerprint=fingerprint.hexdigest(),
             options=config.storage_options,
         )
-        if not config.skip_jax_precompile:
-            for copier in self._copiers:
-                copier.compile()
         self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, record_format)
         self._stored_keys = self._list_stored_keys()
         self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
@@ -196,10 +199,10 @@ class StorageCopies:
         while self._io.done:
             item = self._io.done.popleft()
             self._num_in_io -= 1
-            if item.data is None:
-                self._end(item, item.error)
-            else:
+            if item.is_read:
                 self._land(item)
+            else:
+                self._end(item, item.error)
         landing, self._landing = self._landing, []
         for item, tokens in landing:
             if all(map(is_ready, tokens)):
@@ -286,7 +289,7 @@ class StorageCopies:
 
     def _end(self, item: _Item, error: str = "") -> None:
         self._num_chunks -= item.slot is not None
-        item.payload = item.data = None
+        item.payload = None
         self._jobs.drop_ref([item.job_id], error, failed=[(0, position) for position in item.positions])
 
     def _place(self, slot: int, memory: HostMemory) -> tuple[int, int]:
@@ -311,21 +314,19 @@ class StorageCopies:
     def _land(self, item: _Item) -> None:
         """Dispatches the copy of a chunk that was read into its slot."""
         self._jobs.raise_copy_s(item.job_id, item.ended_s - item.began_s)
-        assert item.data is not None
+        assert item.payload is not None
         assert item.slot is not None
-        start, tokens = 0, []
-        for memory, copier in zip(self._memories, self._copiers, strict=True):
+        tokens = []
+        for memory, copier, payload in zip(self._memories, self._copiers, item.payload, strict=True):
             segment_id, first = self._place(item.slot, memory)
             try:
-                payload = copier.unpack(item.data[start : start + copier.payload_nbytes])
                 tokens.append(copier.write(segment_id, first, payload))
             except Exception as e:
                 memory.check_segment(segment_id, lost=False)
                 item.error = error_line(e)
                 break
             memory.mark(segment_id, slice(first, first + self._blocks_per_chunk), lost=False)
-            start += copier.payload_nbytes
-        item.data = None  # the arrays have their own copy, or keep the buffer
+        item.payload = None
         if tokens:  # even of a chunk that failed in a later page group: they tell whether segments are lost
             self._landing.append((item, tokens))
         else:
@@ -384,9 +385,13 @@ class _StorageIO:
             view = memoryview(record)
             generation = self.tier.generation  # before the read: one that overlaps a `clear` is not used
             self.tier.read(key, view)
-            payload = self._format.verify(view, key, generation=generation)
-            item.data = record[PAGE_NBYTES : PAGE_NBYTES + len(payload)]
-            item.ended_s = time.monotonic()
+            self._format.verify(view, key, generation=generation)
+            # Here, because it may copy. The arrays have their own copy, or keep the buffer.
+            item.payload, start = [], PAGE_NBYTES
+            for copier in self._copiers:
+                item.payload.append(copier.unpack(record[start : start + copier.payload_nbytes]))
+                start += copier.payload_nbytes
+            item.is_read, item.ended_s = True, time.monotonic()
         except BaseException as e:  # as above
             item.error = error_line(e)
         self.done.append(item)

@@ -1,0 +1,70 @@
+"""Chunks to and from storage through HBM, for every page shape of the other tests: HBM that it takes, and in place.
+
+Those by the host's CPU are in `test_tpu_compile`.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+
+from tests.tpu_compile import test_page_shapes, test_tpu_compile
+from tests.tpu_compile.harness import SLOTS_BY_HBM, Case
+from tests.tpu_compile.page_shapes import PAGES, case
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
+)
+
+SHAPES = {pages.name: pages for pages in PAGES}
+CASES = {
+    f"{topology} {dtype} TP {tp}": Case(
+        topology, tp, dtype=dtype, page_shape=test_tpu_compile.PAGES[dtype], bucket=16, programs=SLOTS_BY_HBM
+    )
+    for topology, tp, dtype in test_tpu_compile.CASES
+} | {
+    f"{topology} {name} TP {tp}": case(SHAPES[name], topology, tp, num_blocks=num_blocks, programs=SLOTS_BY_HBM)
+    for topology, name, tp, num_blocks, _ in test_page_shapes.CASES
+}
+
+
+@functools.cache
+def measured(compiler):
+    results = iter(compiler.compile(list(CASES.values())))
+    return {name: (next(results), next(results)) for name in CASES}
+
+
+@pytest.fixture(params=CASES)
+def copies(request, compiler):
+    """The figures of the read and of the write."""
+    return measured(compiler)[request.param]
+
+
+def test_they_take_at_most_two_blocks_of_hbm_and_half_a_mib(copies):
+    """However many blocks a chunk has: 16 or 5 here. With blocks of at least 1 MiB it is less than one and 0.7 MiB."""
+    for result in copies:
+        block = result["block_nbytes"]
+        most = block + 700 * 1024 if block >= 2**20 else 2 * block + 512 * 1024
+        assert result["temp_nbytes"] <= most, result["program"]
+        assert result["temp_nbytes"] <= result["bound_nbytes"], "the library would refuse it"
+        assert result["host_temp_nbytes"] == 0, result["program"]
+
+
+def test_segments_are_updated_in_place_and_nothing_is_copied_whole(copies):
+    read, write = copies
+    assert write["host_alias_nbytes"] == write["host_output_nbytes"] > 0
+    assert read["host_alias_nbytes"] == 0
+    if read["dtype"] != "int4":  # whose size in memory is half of what numpy says
+        assert read["host_output_nbytes"] == read["staging_nbytes"], "a chunk of as many blocks"
+        assert write["host_output_nbytes"] == write["segment_nbytes"]
+    for result in copies:
+        assert result["output_nbytes"] <= 4096, "the token"
+        assert result["whole_copies"] == [], result["program"]
+        assert result["collectives"] == [], result["program"]
+
+
+def test_the_stripes_of_a_block_are_in_flight_together(copies):
+    for result in copies:
+        # To the device and back; the compiler rolls the first block out of some loops.
+        assert result["num_dmas"] >= 2 * result["num_stripes"], result["program"]
+        assert result["max_dmas_in_flight"] >= result["num_stripes"], result["program"]
