@@ -11,6 +11,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
+_MAX_UNANSWERED = 2  # look-ups that are in flight when the breaker opens
 
 
 def live(seed: int, *, num_turns: int = 120) -> None:
@@ -176,7 +177,6 @@ class _SharedLife(_Life):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        self.is_dead = rng.random() < 0.2
         self.change_rate = rng.choice([0.2, 0.8])
         self.num_asked: Counter[ChunkKey] = Counter()
         self.planned_s: dict[int, float] = {}  # of look-ups
@@ -185,7 +185,8 @@ class _SharedLife(_Life):
 
     def settings(self, rng: random.Random) -> dict[str, Any]:
         self.lookup_wait_s = rng.choice([0.05, 0.3])
-        return {"storage_lookup_wait_s": self.lookup_wait_s, "breaker_retry_s": 5.0}
+        self.is_dead = rng.random() < 0.3
+        return {"storage_lookup_wait_s": self.lookup_wait_s, "breaker_retry_s": 1000.0 if self.is_dead else 5.0}
 
     def _check_match(self, name: str, found: Match, since_s: float) -> None:
         super()._check_match(name, found, since_s)
@@ -237,6 +238,8 @@ class _SharedLife(_Life):
 
     def _check(self) -> None:
         engine = self.engine
+        namespace = engine.scheduler._context.keys.namespace
+        assert all(key.endswith(namespace) for key in engine.scheduler._storage._stored), "it is of before the reset"
         for key, num_asked in self.num_asked.items():
             assert num_asked <= len(self.seen[key]), "a request asks for a chunk twice"
         for worker in engine.workers:
@@ -244,8 +247,7 @@ class _SharedLife(_Life):
             for key, num_missed in worker.num_missed.items():
                 assert num_missed <= worker.num_found[key], "what is gone is read again"
         if self.is_dead and engine.scheduler._config.breaker_failures:
-            most = 3 + 8 + (engine.clock.now_s - 100.0) / 5.0  # some may be in flight when the breaker opens
-            assert len(self.planned_s) <= most, "a dead server is asked too often"
+            assert len(self.planned_s) <= 3 + _MAX_UNANSWERED, "a dead server is asked too often"
 
 
 def engine_slots(job: CopyJob) -> set[int]:
