@@ -78,7 +78,7 @@ def test_what_another_engine_stores_later_is_loaded(servers, async_scheduling):
     tokens = prompt(40, seed=20)
     first.serve("a", tokens)
     num_stored = first.offload.stats().num_stored_chunks
-    assert num_stored >= 9
+    assert num_stored == 5
     (tier,) = tiers(later)
     tier.asked.clear()
     for name in ("b", "c"):
