@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage import servers
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
@@ -241,6 +243,26 @@ def test_storage(run, tmp_path):
     assert result["ways"].keys() == {"tier write", "raw write", "tier read", "raw read"}
     assert all(ratio > 0 for ratio in result["tier_to_raw"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
+
+
+def test_lookups(run):
+    pytest.importorskip("glide_sync")
+    with servers.running(servers.valkey()) as server:
+        url = f"valkey://127.0.0.1:{server.port}?timeout_s=60"
+        said, report = run("bench_lookups", f"--num-chunks 1 40 --rounds 1 --url {url}")
+    assert "find, server has all: " in said
+    one, many = report["results"]
+    assert {case: figures["round_trips"] for case, figures in one["find"].items()} == {
+        "all": 2,
+        "half": 1,
+        "nothing": 1,
+    }
+    assert {case: figures["round_trips"] for case, figures in many["find"].items()} == {
+        "all": 2,
+        "half": 3,
+        "nothing": 1,
+    }
+    assert all(spread["median"] > 0 for times in many["us"].values() for spread in times.values())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -274,7 +274,7 @@ def finds_what_others_write(make: MakeTier) -> None:
     second.delete(keys[3:4])
     assert list(first.find([keys])) == [3]
     for changes in ({"worker_id": 2}, {"fingerprint": "0e" * 16}):
-        other, _ = start(make, dataclasses.replace(SPEC, **changes))  # type: ignore[arg-type]
+        other, _ = start(make, dataclasses.replace(SPEC, **changes))
         assert list(other.find([keys])) == [0]
         other.close()
     first.close()

@@ -156,7 +156,7 @@ def test_a_prefix_longer_than_the_capacity_is_found_piece_by_piece():
     engine = SharedEngine(num_host_chunks=64, num_storage_chunks=4, storage_lookup_wait_s=5.0, storage_wait_s=5.0)
     long = prompt(1, num_blocks=10)
     engine.others_store(long)
-    sizes = []
+    sizes: list[int] = []
     for _ in range(12):
         engine.match("a", long)
         sizes += map(len, asked(turn(engine)))

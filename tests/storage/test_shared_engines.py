@@ -13,7 +13,7 @@ from tests.engine.helpers import TINY, num_loaded, rounds, serve, serve_rounds, 
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, tier_of
-from tpu_offload.engine import Engine
+from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.types import BlockHash
 from tpu_offload.worker import OffloadWorker
 
@@ -196,15 +196,16 @@ def test_a_look_up_that_hangs_costs_one_bounded_wait(plain):
     clock = Ticks()
     with engine_above("", storage_tier=SHARED, clock=clock, storage_lookup_wait_s=0.03) as engine:
         tier_of(engine).gates["find"] = gate = threading.Event()
-        waits, waited_s = count_waits(engine), {}
-        outputs = {}
+        waits = count_waits(engine)
+        waited_s: dict[str, float] = {}
+        outputs: dict[str, RequestOutput] = {}
         for request in rounds()[0]:
             start_s = clock.now_s
             outputs |= serve(engine, [request])
             waited_s[request.request_id] = outputs[request.request_id].stats.first_token_s - start_s
         assert tokens_of(outputs) == others(plain, outputs)
         assert len(waits) == 1, "then it is late, and nobody waits for it"
-        longest = max(waited_s, key=waited_s.get)
+        longest = max(waited_s, key=waited_s.__getitem__)
         assert waits == {longest}
         gate.set()
         stats = engine.offload_stats()

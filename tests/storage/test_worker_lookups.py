@@ -8,7 +8,7 @@ from tests.jobs import key_of
 from tests.storage.memory_tier import NAME, SHARED, SharedTier
 from tests.storage.test_worker import StorageEngine, num_threads
 from tests.worker.engine import FAILED, FINISHED, Engine
-from tpu_offload.types import CopyJob, JobKind, JobState
+from tpu_offload.types import CopyJob, JobKind, JobResult, JobState
 from tpu_offload.worker import storage_io, storage_lookups
 
 
@@ -110,7 +110,7 @@ def test_an_idle_worker_waits_for_the_answer():
     assert engine.worker.poll().results == ()
     timer = threading.Timer(0.05, gate.set)
     timer.start()
-    results = ()
+    results: tuple[JobResult, ...] = ()
     for _ in range(60):  # a poll ends after a second
         results = results or engine.worker.poll(wait=True).results
     assert [result.num_found for result in results] == [(1,)]
