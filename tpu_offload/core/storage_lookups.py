@@ -125,6 +125,8 @@ class StorageLookups:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
         while first < last and self._is_known(keys[first]):
             first += 1
+        if first == last:  # not to be looked through again in each step
+            request.num_asked_chunks = last
         if first < request.num_asked_chunks:  # it is missing, or its read has failed
             return last, last
         return first, min(last, first + self._max_keys)
