@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage import servers
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
@@ -251,6 +253,26 @@ def test_storage_copies(run):
     found = {(r["direction"], r["way"]): r for r in report["results"]}
     assert found.keys() == {(way, name) for way in ("out", "in") for name in ("host", "hbm", "address", "memcpy")}
     assert all(r["gib_per_s"] > 0 for r in found.values())
+
+
+def test_lookups(run):
+    pytest.importorskip("glide_sync")
+    with servers.running(servers.valkey()) as server:
+        url = f"valkey://127.0.0.1:{server.port}?timeout_s=60"
+        said, report = run("bench_lookups", f"--num-chunks 1 40 --rounds 1 --url {url}")
+    assert "find, server has all: " in said
+    one, many = report["results"]
+    assert {case: figures["round_trips"] for case, figures in one["find"].items()} == {
+        "all": 2,
+        "half": 1,
+        "nothing": 1,
+    }
+    assert {case: figures["round_trips"] for case, figures in many["find"].items()} == {
+        "all": 2,
+        "half": 3,
+        "nothing": 1,
+    }
+    assert all(spread["median"] > 0 for times in many["us"].values() for spread in times.values())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -205,8 +205,8 @@ class OffloadStats:
     num_open_breakers: int = _gauge(
         "breakers",
         "Kinds of copies (saves, loads; with request swap also swaps out, swaps in; with a storage tier also cascades, "
-        "promotions, deletions) that are suspended because they keep failing. Requests are still served, by prefill. "
-        "Alert when it is not 0.",
+        "promotions, deletions, look-ups) that are suspended because they keep failing. Requests are still served, by "
+        "prefill. Alert when it is not 0.",
     )
     num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tier; 0 without one.")
     restored_chunks: int = _counter(
@@ -249,6 +249,13 @@ class OffloadStats:
         "Chunks whose copy to or from the storage tier failed or was late. Should be 0; the log has the reason.",
     )
     num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from the storage tier to make room.")
+    looked_up_storage_chunks: int = _counter(
+        "chunks", "Chunks that a shared storage tier was asked for, because this engine does not know them."
+    )
+    found_storage_chunks: int = _counter("chunks", "How many of these it has, with all that precede them.")
+    num_failed_storage_lookups: int = _counter(
+        "lookups", "Look-ups in a shared storage tier that failed or were late. Should be 0; the log has the reason."
+    )
     swap_pool_blocks: int = _swap_gauge("blocks", "Allocated blocks of the swap pool, over all layer groups.")
     swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool in use.")
     swap_peak_blocks: int = _swap_gauge("blocks", "Peak of blocks in use in the swap pool.")

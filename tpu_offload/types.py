@@ -46,7 +46,7 @@ class JobKind(enum.Enum):
     Attributes:
       direction: the direction of the copy.
       of_swap: whether it swaps a request out or in: all of its blocks or none. Any other job may fail in part.
-      of_storage: whether it copies chunks between host memory and storage: it has `CopyJob.chunks` and no parts.
+      of_storage: whether it copies chunks between host memory and storage, or asks storage for some: it has no parts.
     """
 
     direction: Direction
@@ -70,6 +70,8 @@ class JobKind(enum.Enum):
     # Before anything of the step writes to the caches: the blocks of these two belong to other requests from then on.
     EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True
+    # Copies nothing: a thread asks storage which chunks it has.
+    LOOKUP = "look-up", Direction.LOAD, False, True
     # I/O threads read storage from here on; a later step may write what has arrived into the slots.
     PROMOTE = "promote", Direction.SAVE, False, True
     # Before the forward pass.
@@ -124,6 +126,7 @@ class CopyJob:
       num_staging_blocks: staging blocks reserved for it on every worker, 0 if the path is not staged. A load of more
         blocks is copied in pieces of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
+      prefixes: of chunks that storage may have, in the order of a prompt; only of a look-up.
       deleted_keys: chunks that storage deletes, before it writes any; only of a cascade.
       clears_storage: storage is emptied, durably, before all else; only of a cascade.
       rank: the data-parallel rank whose blocks they are, set by `RankPlans`; 0 with one rank.
@@ -137,6 +140,7 @@ class CopyJob:
     chunks: tuple[tuple[ChunkKey, int], ...] = ()
     deleted_keys: tuple[ChunkKey, ...] = ()
     clears_storage: bool = False
+    prefixes: tuple[tuple[ChunkKey, ...], ...] = ()
     rank: int = 0
 
     @property
@@ -158,13 +162,16 @@ class CopyJob:
 
     @property
     def num_items(self) -> int:
-        """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes."""
+        """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes.
+
+        A look-up has none: it fails as a whole.
+        """
         return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
 
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        storage = (self.chunks, self.deleted_keys, self.clears_storage) if self.kind.of_storage else ()
+        storage = (self.chunks, self.deleted_keys, self.clears_storage, self.prefixes) if self.kind.of_storage else ()
         return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
 
@@ -181,6 +188,7 @@ def _unpickle_job(
     chunks: tuple[tuple[ChunkKey, int], ...] = (),
     deleted_keys: tuple[ChunkKey, ...] = (),
     clears_storage: bool = False,
+    prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -196,6 +204,7 @@ def _unpickle_job(
         chunks=chunks,
         deleted_keys=deleted_keys,
         clears_storage=clears_storage,
+        prefixes=prefixes,
     )
 
 
@@ -285,6 +294,8 @@ class JobResult:
       duration_s: seconds from dispatch to the poll that observed the end.
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
         its dispatch until the last chunk was read.
+      num_found: of a look-up that FINISHED, for each of its prefixes the number of leading chunks that storage has of
+        this worker; else empty.
     """
 
     job_id: int
@@ -293,6 +304,7 @@ class JobResult:
     duration_s: float = 0.0
     copy_s: float = 0.0
     failed_blocks: tuple[int, ...] = ()
+    num_found: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,8 +340,8 @@ class WorkerSetup:
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
       storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
-      stored_keys: chunks that the storage tier of this worker had when it started, oldest first.
-      shares_storage: whether other engines use its storage tier, too, so that these chunks may be theirs.
+      stored_keys: chunks that the storage tier of this worker had when it started, oldest first; of a shared one none.
+      shares_storage: whether other engines use its storage tier, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 

@@ -1,8 +1,11 @@
 """A storage tier below the host tier, under vLLM's real scheduler."""
 
+import threading
+
 import pytest
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
+from tests.storage.memory_tier import SHARED, SharedTier
 
 pytestmark = pytest.mark.vllm
 
@@ -50,4 +53,66 @@ def test_workers_that_never_report_cost_some_steps_only(tmp_path):
     stack.serve("a", prompt(40, seed=20))
     assert stack.offload is None
     assert stack.num_steps < 40
+    stack.close()
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(SharedTier, "servers", {})
+
+
+def make_shared(**settings):
+    return make("", storage_tier=SHARED, storage_options="", storage_lookup_wait_s=60.0, **settings)
+
+
+def tiers(stack):
+    return [connector.worker_side.worker._storage._io.tier for connector in stack.connectors]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_another_engine_stores_later_is_loaded(servers, async_scheduling):
+    """Requests wait in vLLM's queue for the answer, and then for the read; each prefix is asked for once."""
+    later = make_shared(async_scheduling=async_scheduling)
+    later.serve("early", prompt(12, seed=99))  # it has started, and knows its workers
+    first = make_shared()
+    tokens = prompt(40, seed=20)
+    first.serve("a", tokens)
+    num_stored = first.offload.stats().num_stored_chunks
+    assert num_stored == 5
+    (tier,) = tiers(later)
+    tier.asked.clear()
+    for name in ("b", "c"):
+        later.add(name, tokens)
+    later.drain()
+    stats = later.offload.stats()
+    assert stats.found_storage_chunks >= 0.9 * num_stored
+    assert stats.promoted_chunks >= 0.9 * num_stored
+    assert stats.matched_tokens >= 32
+    assert len(tier.asked) == 1, "two requests with one prefix"
+    assert stats.num_failed_jobs == 0
+    for stack in (first, later):
+        stack.check_end()
+        stack.close()
+
+
+def test_requests_wait_no_longer_than_they_may(servers):
+    """The look-up hangs: steps go on, and after the wait the request is computed."""
+    stack = make_shared()
+    stack.serve("early", prompt(12, seed=99))
+    (tier,) = tiers(stack)
+    tier.gates["find"] = gate = threading.Event()
+    now_s = [100.0]
+    stack.offload._storage._lookups._clock = stack.offload._clock = stack.offload._loads._clock = lambda: now_s[0]
+    request = stack.add("a", prompt(40, seed=20))
+    for _ in range(5):
+        stack.step()
+        assert request.num_computed_tokens == 0
+        assert stack.side.has_jobs, "an engine that has nothing else to do goes on"
+    now_s[0] += 60.0
+    for _ in range(20):
+        stack.step()
+    assert request.is_finished()
+    gate.set()
+    stack.drain()
+    stack.check_end()
     stack.close()

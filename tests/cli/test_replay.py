@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.cli.conftest import interrupted_run
+from tests.storage import servers
 from tpu_offload.cli.main import main
 from tpu_offload.engine.hosts import HostRunner
 from tpu_offload.replay import setup as replay_setup
@@ -363,6 +364,24 @@ def emptying(serve_once, directory):
         return serve_once(*args, **kwargs)
 
     return serve
+
+
+def test_restart_with_a_tier_that_is_asked(tmp_path, monkeypatch):
+    """A shared tier lists nothing when the last engine starts."""
+    pytest.importorskip("glide_sync")
+    path = tmp_path / "r.json"
+    with servers.running(servers.valkey()) as server:
+        monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", "valkey")
+        monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", f"valkey://127.0.0.1:{server.port}?timeout_s=60")
+        monkeypatch.setenv("TPU_OFFLOAD_NUM_STORAGE_CHUNKS", "500")
+        for name in ("STORAGE_WAIT_S", "STORAGE_LOOKUP_WAIT_S"):
+            monkeypatch.setenv(f"TPU_OFFLOAD_{name}", "60")
+        assert replay("--restart", "--requests", "6", "--turns", "2", "--json", str(path)) == 0
+    found = json.loads(path.read_text())["restart"]
+    assert found["stored_tokens_asked_again"] > 0
+    assert found["found_tokens"] >= 0.9 * found["stored_tokens_asked_again"]
+    assert found["restored_chunks"] == 0
+    assert found["found_storage_chunks"] >= 0.9 * found["stored_chunks"] > 0
 
 
 def test_restart_needs_storage(error_of):

@@ -1,6 +1,7 @@
-"""What every storage tier has to pass: `for check in CHECKS: check(make)`.
+"""What every storage tier has to pass: `for check in CHECKS: check(make)`, and a shared one `SHARED_CHECKS`, too.
 
-`make(spec)` makes a tier. In each check the first one is empty; a later one is another incarnation of the same worker.
+`make(spec)` makes a tier. In each check the first one is empty; a later one is another incarnation of the same worker,
+or of a shared tier another engine.
 """
 
 import dataclasses
@@ -239,6 +240,48 @@ def serves_several_threads(make: MakeTier) -> None:
     tier.close()
 
 
+def counts_leading_keys(make: MakeTier) -> None:
+    """Also of prefixes with holes, and of many at once."""
+    tier, _ = start(make)
+    keys = [key_of(i) for i in range(40)]
+    assert list(tier.find([])) == []
+    assert list(tier.find([keys, [], keys[:1]])) == [0, 0, 0]
+    for i in {*range(40)} - {5, 17, 39}:
+        write(tier, keys[i], i)
+    ranges = [(first, end) for first in (0, 1, 5, 6, 17, 18, 38, 39) for end in (first, first + 1, 12, 18, 39, 40)]
+    prefixes = [keys[first:end] for first, end in ranges]
+    missing = [next(i for i in (5, 17, 39, 40) if i >= first) for first, _ in ranges]
+    expected = [max(0, min(end, hole) - first) for (first, end), hole in zip(ranges, missing, strict=True)]
+    assert list(tier.find(prefixes)) == expected
+    assert [list(tier.find([prefix])) for prefix in prefixes] == [[n] for n in expected], "one by one"
+    tier.delete([keys[0], keys[9]])
+    assert list(tier.find([keys[:5], keys[6:17]])) == [0, 3]
+    tier.clear()
+    assert list(tier.find([keys, keys[6:17]])) == [0, 0]
+    tier.close()
+
+
+def finds_what_others_write(make: MakeTier) -> None:
+    """While both are open; and nothing of another worker or model."""
+    first, _ = start(make)
+    second, _ = start(make)
+    keys = [key_of(i) for i in range(NUM_CHUNKS)]
+    for end in range(NUM_CHUNKS):
+        assert list(second.find([keys])) == [end]
+        write(first, keys[end], end)
+    assert list(second.find([keys])) == [NUM_CHUNKS]
+    assert read(second, keys[3]) == payload(3)
+    second.delete(keys[3:4])
+    assert list(first.find([keys])) == [3]
+    for changes in ({"worker_id": 2}, {"fingerprint": "0e" * 16}):
+        other, _ = start(make, dataclasses.replace(SPEC, **changes))
+        assert list(other.find([keys])) == [0]
+        other.close()
+    first.close()
+    second.close()
+
+
+SHARED_CHECKS: list[Callable[[MakeTier], None]] = [counts_leading_keys, finds_what_others_write]
 CHECKS: list[Callable[[MakeTier], None]] = [
     gives_back_what_was_written,
     gives_back_every_byte,

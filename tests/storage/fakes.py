@@ -1,6 +1,9 @@
 """A scheduler with a storage tier, and workers that move names of bytes, so that a test sees whose KV a block holds."""
 
 import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Container, Iterable
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker
@@ -25,7 +28,7 @@ class StorageWorker(FakeWorker):
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         self._capture(plan, JobKind.DEMOTE)
         results = super().begin_step(plan)
-        self.in_flight += [(job, []) for job in plan.of(JobKind.PROMOTE)]
+        self.in_flight += [(job, []) for job in plan.of(JobKind.LOOKUP, JobKind.PROMOTE)]
         for job in plan.of(JobKind.PROMOTE):
             self.host.update(dict.fromkeys([slot for _, slot in job.chunks], POISON))
         self._spoil(plan, JobKind.EARLY_SAVE)
@@ -52,12 +55,15 @@ class StorageWorker(FakeWorker):
                 results += super().finish(1, fail=fail, failed_blocks=failed_blocks)
                 continue
             del self.in_flight[0]
-            self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
-            state, error = (JobState.FAILED, "injected") if fail else (JobState.FINISHED, "")
-            results.append(
-                JobResult(job_id=job.job_id, state=state, error=error, failed_blocks=failed_blocks if fail else ())
-            )
+            results.append(self._end(job, content, fail=fail, failed_blocks=failed_blocks))
         return results
+
+    def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
+        self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
+        if fail:
+            return JobResult(job_id=job.job_id, state=JobState.FAILED, error="injected", failed_blocks=failed_blocks)
+        found = tuple([num_leading(self.storage, prefix) for prefix in job.prefixes])
+        return JobResult(job_id=job.job_id, state=JobState.FINISHED, num_found=found)
 
     def _move(self, job: CopyJob, content: list[bytes], bad: set[int], *, fail: bool) -> None:
         if job.clears_storage and not fail:
@@ -80,13 +86,48 @@ class StorageWorker(FakeWorker):
         return dataclasses.replace(super().report(results), incarnation=self.incarnation)
 
 
+class SharedWorker(StorageWorker):
+    """Its storage is shared, so what is to be read may be gone, and what a failed write has left is not deleted.
+
+    Attributes:
+      num_found: per chunk, how often this worker has found or written it.
+      num_missed: how often it was to read it and could not.
+    """
+
+    def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 4, incarnation: int = 0) -> None:
+        super().__init__(worker_id, num_host_chunks=num_host_chunks, incarnation=incarnation)
+        self.num_found: Counter[ChunkKey] = Counter()
+        self.num_missed: Counter[ChunkKey] = Counter()
+
+    def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
+        is_read = job.kind is JobKind.PROMOTE
+        gone = tuple([i for i, (key, _) in enumerate(job.chunks) if self.storage.get(key, POISON) == POISON])
+        if fail or not is_read or not gone:
+            result = super()._end(job, content, fail=fail, failed_blocks=failed_blocks)
+            for prefix, num_found in zip(job.prefixes, result.num_found, strict=False):
+                self.num_found.update(prefix[:num_found])
+            self.num_found.update([key for key, _ in job.chunks if not (fail or is_read)])
+            return result
+        self.num_missed.update([job.chunks[i][0] for i in gone])
+        self._move(job, content, set(gone), fail=True)
+        positions = gone if len(gone) < len(job.chunks) else ()
+        return JobResult(job_id=job.job_id, state=JobState.FAILED, error="no such key", failed_blocks=positions)
+
+
+def num_leading(stored: Container[ChunkKey], keys: Iterable[ChunkKey]) -> int:
+    """How many leading keys are stored."""
+    return len(list(itertools.takewhile(stored.__contains__, keys)))
+
+
 class StorageEngine(FakeEngine):
     """A host tier of four chunks, each of one block, above storage of 16."""
 
     workers: list[StorageWorker]  # type: ignore[assignment]
+    worker_type: type[StorageWorker] = StorageWorker
 
     def __init__(self, *, num_workers: int = 1, num_host_chunks: int = 4, **settings: Any) -> None:
-        workers: list[FakeWorker] = [StorageWorker(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
+        make = self.worker_type
+        workers: list[FakeWorker] = [make(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
         defaults: dict[str, Any] = {
             "storage_tier": NAME,
             "num_storage_chunks": 16,
@@ -140,6 +181,30 @@ class StorageEngine(FakeEngine):
         names = dict(pair for prompt in prompts for pair in zip(self.keys(prompt), self.hashes(prompt), strict=True))
         for key in self.scheduler._storage._stored:
             assert [worker.storage.get(key) for worker in self.workers] == [names[key]] * len(self.workers)
+
+
+class SharedEngine(StorageEngine):
+    """Storage is shared: `others_store` and `others_drop` are what other engines and the server do."""
+
+    worker_type = SharedWorker
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for worker in self.workers:
+            self.scheduler._storage.adopt(worker.worker_id, (), is_shared=True)
+
+    def others_store(self, prompt: list[int], *numbers: int, workers: Iterable[int] | None = None) -> None:
+        """Some chunks of a prompt, all without `numbers`, are in the storage of some workers, by default of all."""
+        chunks = list(zip(self.keys(prompt), self.hashes(prompt), strict=True))
+        for worker_id in range(len(self.workers)) if workers is None else workers:
+            self.workers[worker_id].storage.update([chunks[i] for i in numbers] if numbers else chunks)
+
+    def others_drop(self, prompt: list[int], *numbers: int) -> None:
+        """Likewise, chunks that are gone."""
+        keys = self.keys(prompt)
+        for worker in self.workers:
+            for key in [keys[i] for i in numbers] if numbers else keys:
+                worker.storage.pop(key, None)
 
 
 def prompt(number: int, *, num_blocks: int = 4) -> list[int]:

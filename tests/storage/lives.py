@@ -1,13 +1,17 @@
 """Random lives of a scheduler with a storage tier, and the rules that must hold in each."""
 
 import random
+from collections import Counter
+from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload import CopyJob, Match, MatchState
+from tests.storage.fakes import SharedEngine, SharedWorker, StorageEngine, StorageWorker, prompt
+from tpu_offload import CopyJob, Match, MatchState, StepPlan
+from tpu_offload.core.index import ChunkState
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
+_MAX_UNANSWERED = 2  # look-ups that are in flight when the breaker opens
 
 
 def live(seed: int, *, num_turns: int = 120) -> None:
@@ -21,12 +25,26 @@ def live(seed: int, *, num_turns: int = 120) -> None:
     _Life(random.Random(seed)).run(num_turns)
 
 
+def live_shared(seed: int, *, num_turns: int = 120) -> None:
+    """The same with a tier where other engines add and remove chunks at any moment, or whose server is dead.
+
+    Raises:
+      AssertionError: as in `live`, except that what counts as stored may be gone. Also: a chunk is asked for more often
+        than requests contain it, or read more often than it was found; a request waits too long for a look-up, or for a
+        late one; something is deleted; keys are asked for after a reset; a dead server is asked too often.
+    """
+    _SharedLife(random.Random(seed)).run(num_turns)
+
+
 class _Life:
+    engine_type: type[StorageEngine] = StorageEngine
+
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.admission = rng.choice(["all", "second_sighting", "after_hit"])
         self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
-        self.engine = StorageEngine(
+        self.engine = self.engine_type(
+            **self.settings(rng),
             num_workers=rng.choice([1, 2]),
             num_host_chunks=rng.choice([4, 9]),
             num_storage_chunks=rng.choice([3, 10, 40]),
@@ -44,6 +62,10 @@ class _Life:
         self.waiting: dict[str, tuple[list[int], float]] = {}  # since when
         self.seen: dict[ChunkKey, set[str]] = {}
         self.loaded: set[ChunkKey] = set()
+
+    def settings(self, rng: random.Random) -> dict[str, Any]:
+        """More settings."""
+        return {}
 
     def run(self, num_turns: int) -> None:
         for turn in range(num_turns):
@@ -71,7 +93,7 @@ class _Life:
         for key in engine.keys(tokens):
             self.seen.setdefault(key, set()).add(name)
         found = engine.match(name, tokens)
-        self._check_match(found, since_s)
+        self._check_match(name, found, since_s)
         if found.state is MatchState.ARRIVING and rng.random() < 0.9:
             self.waiting[name] = tokens, since_s
         elif len(engine.requests) < 4:
@@ -80,7 +102,7 @@ class _Life:
         else:
             engine.scheduler.finish(name)
 
-    def _check_match(self, found: Match, since_s: float) -> None:
+    def _check_match(self, name: str, found: Match, since_s: float) -> None:
         if found.state is MatchState.ARRIVING:
             assert found.until_s is not None
             assert found.until_s <= since_s + _WAIT_S, "a request waits longer than it may"
@@ -95,13 +117,20 @@ class _Life:
             if not request.loading and request.num_computed < len(request.tokens)
         }
         plan, results = engine.step(computed)
+        self._check_plan(plan)
         if self.load_mode == "recompute":
             assert not plan.of(JobKind.PROMOTE), "it reads although it shall compute"
         engine.scheduler.check_invariants()
         for worker, early in zip(engine.workers, results, strict=True):
-            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < self.fault_rate)
+            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < self._fault_rate(worker))
             engine.apply(worker, ended)
             engine.scheduler.check_invariants()
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert not plan.of(JobKind.LOOKUP), "a private tier is asked"
+
+    def _fault_rate(self, worker: StorageWorker) -> float:
+        return self.fault_rate
 
     def _leave(self) -> None:
         for name, request in list(self.engine.requests.items()):
@@ -114,7 +143,7 @@ class _Life:
         if rng.random() < 0.02:
             engine.clock.now_s += 8.0
         if rng.random() < 0.02:
-            engine.scheduler.reset()
+            self._reset()
             engine.scheduler.check_invariants()
             for name, request in engine.requests.items():  # they contain chunks of the new namespace now
                 for key in engine.keys(request.tokens):
@@ -127,6 +156,9 @@ class _Life:
                 engine.apply(worker, [])
                 engine.scheduler.check_invariants()
 
+    def _reset(self) -> None:
+        self.engine.scheduler.reset()
+
     def _check(self) -> None:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
@@ -138,6 +170,84 @@ class _Life:
             assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
         if self.admission == "after_hit":
             assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
+
+
+class _SharedLife(_Life):
+    engine_type = SharedEngine
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.change_rate = rng.choice([0.2, 0.8])
+        self.num_asked: Counter[ChunkKey] = Counter()
+        self.planned_s: dict[int, float] = {}  # of look-ups
+        self.was_reset = False
+        self.names = [list(zip(self.engine.keys(p), self.engine.hashes(p), strict=True)) for p in self.prompts]
+
+    def settings(self, rng: random.Random) -> dict[str, Any]:
+        self.lookup_wait_s = rng.choice([0.05, 0.3])
+        self.is_dead = rng.random() < 0.3
+        return {"storage_lookup_wait_s": self.lookup_wait_s, "breaker_retry_s": 1000.0 if self.is_dead else 5.0}
+
+    def _check_match(self, name: str, found: Match, since_s: float) -> None:
+        super()._check_match(name, found, since_s)
+        scheduler, now_s = self.engine.scheduler, self.engine.clock.now_s
+        request = scheduler._requests[name]
+        following = request.keys[request.num_found_chunks : request.num_found_chunks + 1]
+        if found.state is MatchState.ARRIVING and not any(
+            scheduler._index.state(key) is ChunkState.PENDING for key in following
+        ):
+            assert found.until_s is not None
+            assert found.until_s <= since_s + self.lookup_wait_s, "a request waits too long for a look-up"
+            planned_s = [self.planned_s[job.job_id] for job in scheduler._jobs.of(JobKind.LOOKUP)]
+            assert all(now_s < s + self.lookup_wait_s for s in planned_s), "a request waits for a late look-up"
+
+    def _arrive(self, name: str) -> None:
+        self._change()
+        super()._arrive(name)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        for job in plan.of(JobKind.LOOKUP):
+            assert not self.was_reset, "nobody else has keys of this namespace"
+            self.planned_s[job.job_id] = self.engine.clock.now_s
+            for prefix in job.prefixes:
+                self.num_asked.update(prefix)
+        assert not any(job.deleted_keys for job in plan.jobs), "it may be another's"
+        self._change()
+
+    def _fault_rate(self, worker: StorageWorker) -> float:
+        is_asked = any(job.kind is JobKind.LOOKUP for job, _ in worker.in_flight[:3])
+        return 1.0 if self.is_dead and is_asked else self.fault_rate
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.was_reset = True
+
+    def _change(self) -> None:
+        """Another engine stores the beginning or some chunk of a prompt, or the server evicts some."""
+        rng = self.rng
+        while rng.random() < self.change_rate:
+            chunks = self.names[rng.randrange(len(self.names))]
+            some = chunks[: rng.randint(0, len(chunks))] if rng.random() < 0.6 else [rng.choice(chunks)]
+            stores = rng.random() < 0.6
+            for worker in self.engine.workers if rng.random() < 0.8 else [rng.choice(self.engine.workers)]:
+                for key, name in some:
+                    if stores:
+                        worker.storage[key] = name
+                    else:
+                        worker.storage.pop(key, None)
+
+    def _check(self) -> None:
+        engine = self.engine
+        namespace = engine.scheduler._context.keys.namespace
+        assert all(key.endswith(namespace) for key in engine.scheduler._storage._stored), "it is of before the reset"
+        for key, num_asked in self.num_asked.items():
+            assert num_asked <= len(self.seen[key]), "a request asks for a chunk twice"
+        for worker in engine.workers:
+            assert isinstance(worker, SharedWorker)
+            for key, num_missed in worker.num_missed.items():
+                assert num_missed <= worker.num_found[key], "what is gone is read again"
+        if self.is_dead and engine.scheduler._config.breaker_failures:
+            assert len(self.planned_s) <= 3 + _MAX_UNANSWERED, "a dead server is asked too often"
 
 
 def engine_slots(job: CopyJob) -> set[int]:

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
 from tpu_offload.storage import StorageSpec, StorageTier
 
 NAME = f"{__name__}:MemoryTier"
 FAULTY = f"{__name__}:FaultyTier"
+SHARED = f"{__name__}:SharedTier"
 
 
 class MemoryTier(StorageTier):
@@ -41,7 +43,7 @@ class FaultyTier(MemoryTier):
     """Fails as it is told.
 
     Attributes:
-      failing: calls that raise: "write", "read", "delete", "clear", "close".
+      failing: calls that raise: "write", "read", "delete", "clear", "close", of a shared tier also "find".
       error: what they raise.
       damage: what a read does to the bytes after it has filled them.
       gates: by call, an event that it waits for before it does anything.
@@ -94,3 +96,32 @@ class FaultyTier(MemoryTier):
     def close(self) -> None:
         self._enter("close")
         super().close()
+
+
+class SharedTier(FaultyTier):
+    """All tiers with the same options, model and worker have the same values, as those of one server.
+
+    Attributes:
+      asked: the prefixes of each look-up.
+      answer: what `find` returns instead of the truth.
+    """
+
+    is_shared = True
+    servers: ClassVar[dict[tuple[str, str, int], dict[bytes, bytes]]] = {}
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.values = self.servers.setdefault((spec.options, spec.fingerprint, spec.worker_id), {})
+        self.asked: list[list[list[bytes]]] = []
+        self.answer: Sequence[int] | None = None
+
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        self._enter("find")
+        self.asked.append([list(prefix) for prefix in prefixes])
+        if self.answer is not None:
+            return self.answer
+        return [next((i for i, k in enumerate(p) if k not in self.values), len(p)) for p in prefixes]
+
+    def close(self) -> None:
+        self._enter("close")
+        self.num_closed += 1

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -100,6 +101,39 @@ def valkey(*settings: str, maxmemory: str = "64mb", policy: str = "allkeys-lru")
         return [binary, *fixed, "--maxmemory", maxmemory, "--maxmemory-policy", policy, *settings]
 
     return command
+
+
+@contextlib.contextmanager
+def cluster(num_nodes: int) -> Iterator[list[int]]:
+    """The ports of a Valkey cluster without replicas, until the end of the block."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        nodes, buses = [], [free_port() for _ in range(num_nodes)]
+        for i, bus in enumerate(buses):
+            settings = ("--cluster-enabled", "yes", "--dir", folder, "--cluster-config-file", f"nodes-{i}.conf")
+            nodes.append(stack.enter_context(running(valkey(*settings, "--cluster-port", str(bus)))).port)
+        bounds = [16384 * i // num_nodes for i in range(num_nodes + 1)]
+        for i, port in enumerate(nodes):
+            ask(port, "CLUSTER", "ADDSLOTSRANGE", str(bounds[i]), str(bounds[i + 1] - 1))
+            if i:
+                ask(port, "CLUSTER", "MEET", "127.0.0.1", str(nodes[0]), str(buses[0]))
+        until_s = time.monotonic() + _START_S
+        for port in nodes:
+            while "cluster_state:ok" not in (text := ask(port, "CLUSTER", "INFO")) or (
+                f"cluster_known_nodes:{num_nodes}" not in text
+            ):
+                assert time.monotonic() < until_s, f"the nodes do not form a cluster: {text}"
+                time.sleep(0.05)
+        yield nodes
+
+
+def ask(port: int, *words: str) -> str:
+    """The first 64 KiB of a server's answer to one command, as they are on the wire."""
+    request = f"*{len(words)}\r\n" + "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+    with socket.create_connection(("127.0.0.1", port), timeout=_START_S) as client:
+        client.sendall(request.encode())
+        answer = client.recv(1 << 16).decode()
+    assert not answer.startswith("-"), answer
+    return answer
 
 
 def _valkey_binary() -> str:

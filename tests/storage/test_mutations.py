@@ -2,11 +2,12 @@
 
 import importlib
 import types
+from collections.abc import Callable
 
 import pytest
 
 from tests.simulation.mutations import Mutation, apply
-from tests.storage.lives import live
+from tests.storage.lives import live, live_shared
 
 _NUM_SEEDS = 60
 
@@ -65,6 +66,51 @@ MUTATIONS = (
 )
 
 
+SHARED_MUTATIONS = (
+    Mutation("a chunk counts if any worker has it", "Job._add_found", "map(min, _1, _2)", "map(max, _1, _2)"),
+    Mutation("what is missing counts as found", "StorageLookups._ended", "prefix[:num_found]", "prefix"),
+    Mutation(
+        "an answer of before a reset counts",
+        "StorageLookups._ended",
+        "job.state is not JobState.FINISHED",
+        "not job.num_found",
+    ),
+    Mutation("a request asks again and again", "StorageLookups._want", "request.num_asked_chunks = end", "pass"),
+    Mutation(
+        "a failed read is asked for again", "StorageLookups._unknown", "first < request.num_asked_chunks", "False"
+    ),
+    Mutation("a late look-up is waited for", "StorageLookups.ask", "self._is_late", "False"),
+    Mutation(
+        "the wait for a look-up has no end",
+        "StorageLookups._estimate_s",
+        "return self._costs.lookup_wait_s(_1, _2, default_s=_3)",
+        "return 1e9",
+    ),
+    Mutation(
+        "what is in flight is asked for again",
+        "StorageLookups._want",
+        "self._wanted.get(key) or self._asked.get(key)",
+        "self._wanted.get(key)",
+    ),
+    Mutation(
+        "keys of a new namespace are asked for",
+        "StorageLookups.reset",
+        "self._was_reset, self._is_enabled = (True, False)",
+        "pass",
+    ),
+    Mutation("a reset keeps what is to be asked for", "StorageLookups.reset", "self._drop_wanted()", "pass"),
+    Mutation("look-ups have no breaker", "StorageLookups.__init__", "config.breaker_failures", "0"),
+    Mutation(
+        "keys that were answered still count as in flight",
+        "StorageLookups._ended",
+        "self._num_keys -= len(self._asked.pop(prefix[0]))",
+        "self._asked.pop(prefix[0])",
+    ),
+    Mutation("what others have stored is deleted", "StoragePlanner._forget", "not self._is_shared", "True"),
+    Mutation("what is found exceeds the capacity", "StoragePlanner._add_found", "new[: max(0, self._room())]", "new"),
+)
+
+
 def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the one method that the mutation changes."""
     mutant = apply(mutation)
@@ -78,6 +124,15 @@ def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_bug_is_found(mutation, monkeypatch):
+    _find(mutation, live, monkeypatch)
+
+
+@pytest.mark.parametrize("mutation", SHARED_MUTATIONS, ids=lambda m: m.name)
+def test_a_bug_in_look_ups_is_found(mutation, monkeypatch):
+    _find(mutation, live_shared, monkeypatch)
+
+
+def _find(mutation: Mutation, live: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(mutation, monkeypatch)
     for seed in range(_NUM_SEEDS):
         try:

@@ -1,17 +1,13 @@
 """The embedded engine above a server that freezes, dies, returns or is full: fewer hits, the same tokens."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.engine.helpers import TINY, make_request, random_tokens, rounds, serve, serve_rounds, tokens_of
 from tests.storage import servers
-from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
+from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle
 from tpu_offload.engine import Engine
 
 
@@ -103,48 +99,6 @@ def test_a_server_that_returns_is_used_again(plain):
             if stats.promoted_chunks > before.promoted_chunks and not stats.num_open_breakers:
                 return
         raise AssertionError("nothing is read from a server that is there again")
-
-
-@contextlib.contextmanager
-def calm_valkey():
-    """With timeouts that a busy machine does not reach."""
-    with servers.running(servers.valkey()) as server:
-        yield "valkey", f"valkey://127.0.0.1:{server.port}?timeout_s=60&connect_timeout_s=60"
-
-
-def test_another_process_finds_what_it_never_computed(plain):
-    with calm_valkey() as (tier, url):
-        with engine_above(tier, url) as engine:
-            serve_slowly(engine, rounds()[:2])
-            num_stored = engine.offload_stats().num_stored_chunks
-        child = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.storage.shared_child", url],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert child.returncode == 0, child.stderr
-    found = json.loads(child.stdout)
-    assert found["restored"] == num_stored > 0
-    assert found["promoted"] > 0
-    assert found["failed"] == 0
-    assert {name: tuple(tokens) for name, tokens in found["tokens"].items()} == {
-        name: tokens for name, tokens in plain.items() if name in found["tokens"]
-    }
-
-
-def test_no_engine_deletes_what_another_has_stored(plain):
-    """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
-    with calm_valkey() as (tier, url), engine_above(tier, url) as first:
-        serve_slowly(first, rounds()[:1])
-        keys = sorted(first._offload._scheduler._storage._stored)
-        with engine_above(tier, url, num_storage_chunks=20) as second:
-            assert second.offload_stats().restored_chunks == 20 < len(keys)
-            assert tokens_of(serve_slowly(second, rounds())) == plain
-            assert second.offload_stats().num_evicted_storage_chunks > 0
-        assert all(tier_of(first).exists(keys))
 
 
 def test_a_restart_finds_what_an_s3_server_has(plain):

@@ -1,19 +1,122 @@
 """How a tier is found by its name, and the conformance suite: the tier of the tests passes, broken ones do not."""
 
+import dataclasses
+import math
+import random
 from collections.abc import Sequence
 
 import pytest
 
-from tests.storage.conformance import CHECKS, NUM_CHUNKS, SPEC
-from tests.storage.memory_tier import FAULTY, NAME, FaultyTier, MemoryTier
+from tests.storage.conformance import CHECKS, NUM_CHUNKS, SHARED_CHECKS, SPEC
+from tests.storage.memory_tier import FAULTY, NAME, FaultyTier, MemoryTier, SharedTier
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import STORAGE_TIERS, StorageSpec, StorageTier, make_tier
+from tpu_offload.storage.prefix_search import count_leading
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("tier", [MemoryTier, FaultyTier])
 def test_conformance(tier, check):
     check(tier)
+
+
+@pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
+def test_conformance_of_a_shared_tier(check, monkeypatch):
+    monkeypatch.setattr(SharedTier, "servers", {})
+    check(SharedTier)
+
+
+class Forgetful(SharedTier):
+    """Finds only what it has written itself."""
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.own: set[bytes] = set()
+
+    def write(self, key: bytes, record: memoryview) -> None:
+        super().write(key, record)
+        self.own.add(key)
+
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        return [next((i for i, k in enumerate(p) if k not in self.own), len(p)) for p in prefixes]
+
+
+class Jumping(SharedTier):
+    """Skips what is missing."""
+
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        return [sum(key in self.values for key in prefix) for prefix in prefixes]
+
+
+class Hasty(SharedTier):
+    """Bisects, as if all before a stored key were stored."""
+
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        return [max((i for i, k in enumerate(p, 1) if k in self.values), default=0) for p in prefixes]
+
+
+class OfAnyModel(SharedTier):
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(dataclasses.replace(spec, fingerprint="0f" * 16))
+
+
+@pytest.mark.parametrize("tier", [Forgetful, Jumping, Hasty, OfAnyModel])
+def test_the_suite_finds_what_is_wrong_with_look_ups(tier, monkeypatch):
+    failed = []
+    for check in SHARED_CHECKS:
+        monkeypatch.setattr(SharedTier, "servers", {})
+        try:
+            check(tier)
+        except AssertionError as e:
+            failed.append((check.__name__, e))
+    assert failed
+
+
+class WithoutFind(MemoryTier):
+    is_shared = True
+
+
+def test_a_shared_tier_needs_look_ups():
+    with pytest.raises(ConfigError, match=r"WithoutFind in .* has is_shared=True and no find\(\); it needs one"):
+        make_tier(f"{__name__}:WithoutFind", SPEC)
+
+
+def random_server(seed):
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 2, 15, 16, 17, 255, 256, 257, 4000]) for _ in range(rng.randint(1, 5))]
+    prefixes = [[b"%d %d" % (number, i) for i in range(length)] for number, length in enumerate(lengths)]
+    stored = {key for prefix in prefixes for key in prefix[: rng.randint(0, len(prefix))]}
+    holes = [key for key in sorted(stored) if rng.random() < rng.choice([0.0, 0.001, 0.5])]
+    return prefixes, stored.difference(holes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_leading_keys_are_counted_in_few_round_trips(seed):
+    prefixes, stored = random_server(seed)
+    trips = []
+
+    def count(groups):
+        trips.append(sum(map(len, groups)))
+        return [sum(key in stored for key in group) for group in groups]
+
+    found = count_leading(prefixes, count)
+    assert found == [next((i for i, k in enumerate(p) if k not in stored), len(p)) for p in prefixes]
+    longest = max(map(len, prefixes))
+    assert len(trips) <= 2 + math.log(max(longest, 1), 16)
+    assert sum(trips) <= sum(1.2 * len(p) + len(p).bit_length() + 3 for p in prefixes)
+    if all(n == len(p) for n, p in zip(found, prefixes, strict=True)):
+        assert len(trips) <= 2
+
+
+def test_of_an_unknown_prefix_a_dozen_keys_are_sent():
+    trips = []
+
+    def count(groups):
+        trips.append(sum(map(len, groups)))
+        return [0] * len(groups)
+
+    assert count_leading([[b"%d" % i for i in range(4000)]], count) == [0]
+    assert trips == [13]
 
 
 class Aliasing(MemoryTier):

@@ -8,9 +8,23 @@ import logging
 import time
 
 import pytest
+from glide_sync import InfoSection
 
 from tests.storage import servers
-from tests.storage.conformance import CHECKS, FORMAT, NUM_CHUNKS, SPEC, key_of, new_record, payload, read, sealed, write
+from tests.storage.conformance import (
+    CHECKS,
+    FORMAT,
+    NUM_CHUNKS,
+    SHARED_CHECKS,
+    SPEC,
+    gives_back_what_was_written,
+    key_of,
+    new_record,
+    payload,
+    read,
+    sealed,
+    write,
+)
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import valkey
 from tpu_offload.storage.valkey import ValkeyTier
@@ -35,6 +49,11 @@ def opened(server, options="", **changes):
         tier.close()
 
 
+def exists(tier, keys):
+    """Which of these keys are stored."""
+    return [bool(n) for n in tier.find([(key,) for key in keys])]
+
+
 @pytest.fixture
 def server():
     with servers.running(servers.valkey()) as server:
@@ -46,7 +65,7 @@ def always_ask(monkeypatch):
     monkeypatch.setattr(valkey, "_ASK_S", 0.0)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", CHECKS + SHARED_CHECKS)
 def test_conformance(server, check):
     check(lambda spec: ValkeyTier(dataclasses.replace(spec, options=url(server))))
 
@@ -58,17 +77,16 @@ def test_engines_share_what_they_write(server):
     with opened(server) as first, opened(server) as second:
         for i in range(0, 6, 2):
             write(first, key_of(i), i)
-        assert second.exists([key_of(i) for i in range(6)]) == [True, False] * 3
+        assert exists(second, [key_of(i) for i in range(6)]) == [True, False] * 3
         for i in range(0, 6, 2):
             assert read(second, key_of(i)) == payload(i)
-        assert first.exists(()) == []
+        assert exists(first, ()) == []
 
 
 def test_workers_and_models_are_apart(server):
     with opened(server) as tier, opened(server, worker_id=2) as worker, opened(server, fingerprint="0f" * 16) as model:
         write(tier, key_of(1), 1)
-        assert [list(other.exists([key_of(1)])) for other in (tier, worker, model)] == [[True], [False], [False]]
-        assert not worker.stored_keys()
+        assert [list(exists(other, [key_of(1)])) for other in (tier, worker, model)] == [[True], [False], [False]]
 
 
 def test_a_clear_empties_the_tier_of_all_engines(server, always_ask):
@@ -76,17 +94,17 @@ def test_a_clear_empties_the_tier_of_all_engines(server, always_ask):
         write(first, key_of(1), 1)
         second.clear()
         for tier in (first, second):
-            assert tier.exists([key_of(1)]) == [False]
+            assert exists(tier, [key_of(1)]) == [False]
         write(first, key_of(2), 2)
         assert read(second, key_of(2)) == payload(2), "both are in the new generation"
     with opened(server) as later:
-        assert later.stored_keys() == [key_of(2)]
+        assert exists(later, [key_of(1), key_of(2)]) == [False, True]
 
 
 def test_a_lost_generation_is_written_again(server, always_ask):
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        tier._writers.delete([tier._marker])
+        tier._askers.delete([tier._marker])
         assert read(tier, key_of(1)) == payload(1)
         with opened(server) as other:
             assert read(other, key_of(1)) == payload(1)
@@ -96,7 +114,7 @@ def test_engines_that_start_at_once_agree(server):
     """Another one writes its generation between the two requests of this one."""
     theirs = "0123456789abcdef"
     with opened(server) as tier:
-        client = tier._writers
+        client = tier._askers
         client.delete([tier._marker])
         get = client.get
 
@@ -116,9 +134,9 @@ def test_a_generation_that_was_left_never_comes_back(server, always_ask):
         write(first, key_of(1), 1)
         old = first._generation
         second.clear()
-        second._writers.set(second._marker, old)  # as an engine does that has not seen the `clear`
-        assert second.exists([key_of(1)]) == [False]
-        assert first.exists([key_of(1)]) == [False]
+        second._askers.set(second._marker, old)  # as an engine does that has not seen the `clear`
+        assert exists(second, [key_of(1)]) == [False]
+        assert exists(first, [key_of(1)]) == [False]
         assert first._generation == second._generation != old
 
 
@@ -135,7 +153,7 @@ def test_a_clear_while_the_generation_is_read(server, always_ask):
             return found
 
         tier._agree = slowly
-        assert tier.exists([key_of(1)]) == [False]
+        assert exists(tier, [key_of(1)]) == [False]
         assert tier._generation != old
 
 
@@ -146,10 +164,9 @@ def test_a_clear_without_a_server_is_made_durable_later(server):
         with pytest.raises(OSError, match="timed out"):
             tier.clear()
         server.thaw()
-        assert tier.exists([key_of(1)]) == [False]
+        assert exists(tier, [key_of(1)]) == [False]
     with opened(server) as later:
-        assert later.exists([key_of(1)]) == [False]
-        assert not later.stored_keys()
+        assert exists(later, [key_of(1)]) == [False]
 
 
 def test_records_expire(server):
@@ -158,11 +175,66 @@ def test_records_expire(server):
         assert 900 < tier._readers.ttl(tier._prefix() + key_of(1)) <= 1000
 
 
-def test_keys_are_listed_up_to_a_bound(server):
-    with opened(server, num_chunks=5) as tier:
-        for i in range(NUM_CHUNKS):
-            write(tier, key_of(i), i)
-        assert tier.stored_keys() == sorted(key_of(i) for i in range(NUM_CHUNKS))[:5], "the same for every worker"
+def test_a_start_does_not_list_the_server(server):
+    with opened(server) as tier:
+        fill(tier, NUM_CHUNKS)
+    with opened(server) as later:
+        assert later.stored_keys() == ()
+        assert exists(later, [key_of(0)]) == [True]
+        assert calls_of(later, "scan") == calls_of(later, "keys") == 0
+
+
+def calls_of(tier, command):
+    """How often the server has run a command."""
+    text = tier._readers.info([InfoSection.COMMAND_STATS]).decode()
+    line = next((line for line in text.split() if line.startswith(f"cmdstat_{command}:")), ":calls=0,")
+    return int(line.partition("calls=")[2].partition(",")[0])
+
+
+def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
+    keys = [b"%d" % i for i in range(4000)]
+    with opened(server) as tier:
+        for key in keys[:3000]:
+            tier._writers.set(tier._prefix() + key, b"x")
+        trips: list[int] = []
+        pipeline = tier._pipeline
+
+        def counted(groups):
+            trips.append(len(groups))
+            return pipeline(groups)
+
+        monkeypatch.setattr(tier, "_pipeline", counted)
+        assert list(tier.find([keys, keys[:2900], [b"other", *keys]])) == [3000, 2900, 0]
+        assert len(trips) <= 6
+        assert calls_of(tier, "exists") == sum(trips) < 200, "a request for each range, not for each key"
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_look_ups_do_not_wait_for_records(server, call):
+    """Reads and writes have connections of their own, which hang here."""
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        tier._readers = tier._writers = None
+        with pytest.raises(AttributeError):
+            write(tier, key_of(2), 2) if call == "write" else read(tier, key_of(1))
+        tier._asked_s = -float("inf")  # the generation is read, too
+        assert exists(tier, [key_of(1), key_of(2)]) == [True, False]
+        tier._readers = tier._writers = tier._askers
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_a_cluster(num_nodes):
+    with servers.cluster(num_nodes) as ports:
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        options = f"valkey://{hosts}?cluster=1&timeout_s=10&connect_timeout_s=10"
+
+        def make(spec):
+            return ValkeyTier(dataclasses.replace(spec, options=options))
+
+        for check in (*SHARED_CHECKS, gives_back_what_was_written):
+            check(make)
+            with contextlib.closing(make(SPEC)) as tier:
+                tier.clear()
 
 
 def test_a_value_of_another_size_is_missing(server):
@@ -182,7 +254,7 @@ def calls(tier):
         lambda: tier.write(key_of(1), record),
         lambda: tier.read(key_of(1), new_record()),
         lambda: tier.delete([key_of(1)]),
-        lambda: tier.exists([key_of(1)]),
+        lambda: exists(tier, [key_of(1)]),
         tier.clear,
     ]
 
@@ -203,7 +275,7 @@ def test_a_frozen_server_is_an_error_by_the_timeout(server):
 
 def test_memory_of_a_write_that_timed_out_is_not_read_later(server):
     with opened(server) as tier:
-        tier._prefix()
+        write(tier, key_of(2), 2)
         server.freeze()
         record = sealed(tier, key_of(1), 1)
         with pytest.raises(OSError, match="timed out"):
@@ -211,7 +283,7 @@ def test_memory_of_a_write_that_timed_out_is_not_read_later(server):
         record[:] = bytes(len(record))
         server.thaw()
         deadline_s = time.monotonic() + LATE_S
-        while not tier.exists([key_of(1)])[0]:
+        while not exists(tier, [key_of(1)])[0]:
             assert time.monotonic() < deadline_s
         assert read(tier, key_of(1)) == payload(1)
 
@@ -238,7 +310,7 @@ def test_a_server_that_dies_and_returns_intact(tmp_path):
         server.start()
         assert read_soon(tier, key_of(1)) == payload(1)
         with opened(server) as later:
-            assert later.stored_keys() == [key_of(1)]
+            assert exists(later, [key_of(1)]) == [True]
 
 
 def read_soon(tier, key):
@@ -271,7 +343,7 @@ def test_what_the_server_evicts_is_missing(caplog):
     with servers.running(servers.valkey(maxmemory="4mb")) as server, opened(server) as tier:
         assert not caplog.text
         fill(tier, 600)
-        found = tier.exists([key_of(i) for i in range(600)])
+        found = exists(tier, [key_of(i) for i in range(600)])
         assert 0 < sum(found) < 600
         with pytest.raises(KeyError):
             read(tier, key_of(found.index(False)))
@@ -287,7 +359,6 @@ def test_a_server_that_is_not_there_yet(server, caplog):
         (warning,) = caplog.messages
         assert "does not answer" in warning
         assert "\n" not in warning
-        assert tier.stored_keys() == ()
         with pytest.raises(OSError, match="Error"):
             read(tier, key_of(1))
         server.start()

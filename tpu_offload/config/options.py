@@ -254,6 +254,15 @@ class OffloadConfig(pydantic.BaseModel):
         "computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
         "twice the estimate of the read if that is longer, and never longer than computing them would take.",
     )
+    storage_lookup_wait_s: float = Field(
+        0.25,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="How long a request waits for a shared storage tier to tell which of its next blocks other engines "
+        "have stored; with `TPU_OFFLOAD_LOAD_MODE=auto` never longer than computing them takes, where that is "
+        "measured. 0 never asks: then only what this engine has written itself is found.",
+    )
     max_storage_gb_in_flight: float = Field(
         1.0,
         gt=0,
@@ -275,7 +284,7 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
-        "loads, swaps out, swaps in, cascades, promotions, deletions) are suspended; 0 never suspends them.",
+        "loads, swaps out, swaps in, cascades, promotions, deletions, look-ups) are suspended; 0 never suspends them.",
     )
     breaker_retry_s: float = Field(
         5.0,

@@ -14,7 +14,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import JobState
+from tpu_offload.types import JobKind, JobState
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,10 @@ class Completion:
             self._pool.release(job.pool_blocks)
         if timed_out:
             self._counts.num_timed_out_jobs += 1
-            _logger.warning("%s timed out after %g s; %s", job.what, self._timeout_s, job.consequence)
+            after = (
+                "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
+            )  # it has a deadline of its own
+            _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
         elif job.state is JobState.FAILED:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
         self._counts.num_failed_jobs += job.state in (JobState.FAILED, JobState.TIMED_OUT)

@@ -55,6 +55,7 @@ class Job:
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
+      num_found: for a look-up, for each of its prefixes the number of leading chunks that all workers so far have.
       error: the first error reported.
       duration_s: the longest time that a worker took.
       copy_s: the longest time that a worker measured for the copy alone; 0 when none did.
@@ -77,6 +78,7 @@ class Job:
     failed_blocks: set[int] = dataclasses.field(default_factory=set)
     copy_failed: bool = False
     detached: bool = False
+    num_found: tuple[int, ...] = ()
     error: str = ""
     duration_s: float = 0.0
     copy_s: float = 0.0
@@ -109,6 +111,8 @@ class Job:
     @property
     def consequence(self) -> str:
         """What its failure means for the engine, for a log line."""
+        if self.wire.kind is JobKind.LOOKUP:
+            return "requests compute what it asked for"
         if self.wire.kind.of_storage:
             return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
         if self.wire.kind.of_swap:
@@ -125,6 +129,9 @@ class Job:
         self.waiting_for.remove(worker_id)
         self.duration_s = max(self.duration_s, result.duration_s)
         self.copy_s = max(self.copy_s, result.copy_s)
+        if self.kind is JobKind.LOOKUP and result.state is JobState.FINISHED:
+            self._add_found(worker_id, result.num_found)
+            return
         if result.state is JobState.FINISHED or (result.state is JobState.CANCELLED and self.detached):
             return
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
@@ -135,6 +142,15 @@ class Job:
             self.error = self.error or why
         else:
             self.mark_failed(why)
+
+    def _add_found(self, worker_id: int, num_found: tuple[int, ...]) -> None:
+        """A chunk counts as found if every worker has found it."""
+        lengths = [len(prefix) for prefix in self.wire.prefixes]
+        if len(num_found) != len(lengths) or any(n > most for n, most in zip(num_found, lengths, strict=True)):
+            self.copy_failed = True
+            self.mark_failed(f"worker {worker_id} found {num_found!r:.100} chunks in prefixes of {lengths!r:.100}")
+            return
+        self.num_found = tuple(map(min, self.num_found or num_found, num_found))
 
 
 @final
@@ -262,6 +278,7 @@ class JobTable:
         checkpoint: Checkpoint | None = None,
         deleted_keys: tuple[ChunkKey, ...] = (),
         clears_storage: bool = False,
+        prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
         nbytes: int = 0,
     ) -> Job:
         """Creates a job, which now owns the resources that the caller has acquired for it.
@@ -271,7 +288,7 @@ class JobTable:
           parts: what moves.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
-          num_staging_blocks, deleted_keys, clears_storage: see `CopyJob`.
+          num_staging_blocks, deleted_keys, clears_storage, prefixes: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
@@ -284,6 +301,7 @@ class JobTable:
             chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
             deleted_keys=deleted_keys,
             clears_storage=clears_storage,
+            prefixes=prefixes,
         )
         self._next_job_id += 1
         job = Job(

@@ -117,6 +117,15 @@ class LoadCosts:
             return 0.0
         return min(recompute_s, max(default_s, 2 * load_s))
 
+    def lookup_wait_s(self, load_s: float | None, recompute_s: float | None, *, default_s: float) -> float:
+        """How long a request waits to learn whether storage has KV, by the two estimates; 0 if it would not read it."""
+        if self._mode is LoadMode.RECOMPUTE:
+            return 0.0
+        if self._mode is LoadMode.LOAD or recompute_s is None:
+            return default_s
+        is_slower = load_s is not None and load_s > recompute_s and not self._is_stale(self._promotions)
+        return 0.0 if is_slower else min(default_s, recompute_s)
+
     def prefers_load(self, nbytes: int, *, first: int, end: int) -> bool:
         """Whether to load tokens `first` to `end - 1` of a prompt, of so many bytes, from the host tier."""
         # Without the term of jobs, which is mostly the wait for the end of a step: prefill has it too. So there is an
@@ -129,8 +138,10 @@ class LoadCosts:
             return self._mode is LoadMode.LOAD
         if load_s is None or recompute_s is None or load_s <= recompute_s:
             return True
-        now_s = self._clock()
-        if now_s - self._last_s[fit] < _STALE_S:
+        if not self._is_stale(fit):
             return False
-        self._last_s[fit] = now_s
+        self._last_s[fit] = self._clock()
         return True
+
+    def _is_stale(self, fit: TwoTermFit) -> bool:
+        return self._clock() - self._last_s[fit] >= _STALE_S

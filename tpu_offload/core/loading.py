@@ -226,6 +226,8 @@ class LoadPlanner:
             limit_s = storage.wait_s(request, self._config.save_wait_s)
         elif request.awaits_checkpoint:
             limit_s = self._config.save_wait_s
+        else:
+            limit_s = request.lookup_wait_s
         if limit_s:
             now_s = self._clock()
             if request.arriving_since_s is None:

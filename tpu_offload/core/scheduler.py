@@ -198,6 +198,7 @@ class OffloadScheduler:
         except BaseException:  # a custom eviction policy may raise anything
             self._loads.release(request)
             raise
+        self._storage.look_up(request)
         return self._loads.answer(request, num_found, storage=self._storage)
 
     def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:

@@ -11,9 +11,9 @@ dispatch them before all other jobs (`JobKind`). So a demotion cannot be repeate
 dropped.
 
 The scheduler has the index of what is stored: a set of keys in LRU order. A chunk is stored once every worker has
-written it, or had it when it started (`adopt`). It occupies storage from the planning of its write until every worker
-has deleted it, so no tier ever holds more than `num_storage_chunks`. A deletion is sent as a cascade without chunks,
-and so is the order to clear storage.
+written it, had it when it started (`adopt`), or has found it in a tier that other engines share (`storage_lookups`). It
+occupies storage from the planning of its write until every worker has deleted it, so no private tier ever holds more
+than `num_storage_chunks`. A deletion is sent as a cascade without chunks, and so is the order to clear storage.
 
 A reset clears storage: until every worker has reported that, durably, nothing is written and nothing is found. If all
 processes die before, what was stored before the reset is found again by a process whose fingerprint is the same, that
@@ -34,11 +34,13 @@ from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage_admission import AdmissionFilter
+from tpu_offload.core.storage_lookups import StorageLookups
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
 _WRITES = (JobKind.CASCADE, JobKind.DEMOTE)
 _KINDS = (JobKind.PROMOTE, *_WRITES)
+_ALL_KINDS = (JobKind.LOOKUP, *_KINDS)
 _ACCOUNT = "storage"  # for the circuit breakers
 _MAX_CASCADES = 8  # a step; the worker dispatches a program for each
 _MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
@@ -100,6 +102,9 @@ class StoragePlanner:
         self._reading: dict[int, tuple[float, int]] = {}
         self._costs = context.costs
         self._jobs.on_end(*_KINDS, call=self._ended)
+        self._lookups = StorageLookups(
+            context, capacity=self._num_chunks, is_known=self._is_known, add_found=self._add_found
+        )
         if self._num_chunks and self._demotes:
             self._index.on_evict(self._note_evicted)
 
@@ -185,6 +190,26 @@ class StoragePlanner:
         job = self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=now_s)
         self._reading[job.job_id] = now_s, len(self._promoting) * self._chunk_nbytes
 
+    def look_up(self, request: RequestState) -> None:
+        """Has a shared tier asked for the chunks after those known here; sets `RequestState.lookup_wait_s`."""
+        self._lookups.ask(request)
+
+    def _is_known(self, key: ChunkKey) -> bool:
+        return key in self._stored or key in self._writing or self._index.state(key) is not None
+
+    def _add_found(self, keys: Sequence[ChunkKey]) -> None:
+        """Other engines have stored this prefix. What has no room is left out, from the tail on."""
+        new = [key for key in keys if not (key in self._stored or key in self._writing or key in self._to_delete)]
+        while self._room() < len(new) and self._stored:
+            key = next(iter(self._stored))
+            if key in self._promoting:  # those after it were used later, so most are in flight as well
+                break
+            del self._stored[key]
+            self._counts.num_evicted_storage_chunks += 1
+        for key in reversed(new[: max(0, self._room())]):  # the head last, so that tails are evicted first
+            self._candidates.pop(key, None)
+            self._stored[key] = None
+
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:
         """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
 
@@ -217,7 +242,7 @@ class StoragePlanner:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
         if self._must_clear:
             return not self._is_clearing and self._deletions.admits(_ACCOUNT)
-        return bool(self._candidates) and self._writes.admits(_ACCOUNT)
+        return (bool(self._candidates) and self._writes.admits(_ACCOUNT)) or self._lookups.has_plans
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions and the cascade or demotion of the coming step."""
@@ -226,6 +251,7 @@ class StoragePlanner:
             self._victims = {}  # their slots are written from this step on
             self._plan_clear(now_s)
             return
+        self._lookups.plan(now_s)
         if not (self._candidates or self._victims or self._to_delete):
             return
         writes = bool(self._candidates or self._victims) and self._writes.admits(_ACCOUNT)
@@ -292,6 +318,7 @@ class StoragePlanner:
         if not self._num_chunks:
             return
         self._must_clear = True
+        self._lookups.reset()
         self._candidates.clear()
         self._to_delete.clear()
         self._stored.clear()
@@ -301,7 +328,8 @@ class StoragePlanner:
         """A worker has started, for the first time or again, and has these chunks in storage, oldest first.
 
         A chunk is stored if all workers have it. Jobs in flight fail: the worker has lost them. A tier that other
-        engines share makes room by itself: what this one no longer knows is not deleted.
+        engines share lists nothing and is asked. It makes room by itself: what this one no longer knows is not deleted.
+        What this one knows is stored nevertheless: the worker's process has lost none of it.
         """
         if not self._num_chunks:
             return
@@ -309,6 +337,9 @@ class StoragePlanner:
         self._candidates.clear()
         self._victims.clear()
         self._fail_jobs(f"worker {worker_id} has restarted")
+        if is_shared:
+            self._lookups.enable()
+            return
         if not self._has_adopted:
             self._listings[worker_id] = listed
             if len(self._listings) < self._num_workers:
@@ -342,7 +373,7 @@ class StoragePlanner:
             self.reset()
 
     def _fail_jobs(self, why: str) -> None:
-        for job in self._jobs.of(*_KINDS):
+        for job in self._jobs.of(*_ALL_KINDS):
             job.mark_failed(why)
 
     def mark_slots_lost(self, first: int, end: int) -> None:
@@ -488,7 +519,7 @@ class StoragePlanner:
 
     def add_stats(self, stats: OffloadStats) -> OffloadStats:
         """Adds the storage gauges and breakers to a snapshot."""
-        breakers = self._breakers
+        breakers = (*self._breakers, self._lookups.breaker)
         return dataclasses.replace(
             stats,
             num_stored_chunks=len(self._stored),
@@ -519,6 +550,7 @@ class StoragePlanner:
         assert not (self._writing | self._stored.keys()) & self._to_delete.keys(), "what is stored would be deleted"
         assert all(self._index.state(key) is ChunkState.PENDING for key in self._promoting)
         assert len(self._candidates) <= _MAX_CANDIDATES
+        self._lookups.check_invariants()
 
 
 def _protected(keys: Sequence[ChunkKey], indices: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:

@@ -57,6 +57,7 @@ def serve_and_restart(
         | {
             "stored_chunks": len(stored),
             "restored_chunks": stats.restored_chunks,
+            "found_storage_chunks": stats.found_storage_chunks,
             "promoted_chunks": stats.promoted_chunks,
             "failed_storage_chunks": stats.failed_storage_chunks,
         },

@@ -35,14 +35,15 @@ class StorageSpec:
 class StorageTier(abc.ABC):
     """Records by key. A ConfigError from the constructor stops the engine's start.
 
-    `write`, `read`, `delete` and `clear` may block. Several I/O threads call them concurrently, never the thread that
-    dispatches the model. Writes and deletions of one key are never concurrent, and nothing is written or deleted during
-    `clear`. A read may be concurrent with them only after it timed out or storage was cleared; its result is ignored
-    then. An exception fails the chunks of that call only; while calls keep failing, they are suspended for increasing
-    intervals.
+    `write`, `read`, `delete`, `find` and `clear` may block. Several I/O threads call them concurrently, never the
+    thread that dispatches the model. Writes and deletions of one key are never concurrent, and nothing is written or
+    deleted during `clear`. A read may be concurrent with them only after it timed out or storage was cleared; its
+    result is ignored then. `find` may be concurrent with anything. An exception fails the chunks of that call only;
+    while calls keep failing, they are suspended for increasing intervals.
 
     Attributes:
-      is_shared: other processes write to it too, so that it may hold keys which nobody in this process has written.
+      is_shared: other processes write to it too, so that it may hold keys which nobody in this process has written. It
+        is asked with `find` what it has; a private tier lists it with `stored_keys`, once.
       generation: the header of every record carries the generation of its writing, and a record of another generation
         is not used. A tier that cannot erase everything durably in one step changes it in `clear`, to a number that was
         never used before. 0 if it is not needed.
@@ -91,9 +92,26 @@ class StorageTier(abc.ABC):
 
         Called once, before all other calls, by the thread that makes the tier. They count against `num_chunks`. Those
         that were written first come first, as far as the tier knows. An entry may turn out to be unreadable; it is then
-        deleted. A tier that keeps nothing, and one whose keys are found by asking for them, returns none.
+        deleted. A tier that keeps nothing returns none. Not called if the tier `is_shared`: a start must not depend on
+        how many keys others have stored.
         """
         return ()
+
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        """Counts, for each of these prefixes, the leading keys that are stored. Required if the tier `is_shared`.
+
+        One thread calls it, which makes no other calls: an answer must not wait for the bytes of records, so a tier
+        with connections has one of its own for it. `prefix_search.count_leading` needs few round trips. The answer is a
+        hint: a key may be gone by the time it is read, and may be stored a moment after it was not found.
+
+        Args:
+          prefixes: at most a few thousand keys each; the later keys of one are of little use without the earlier ones.
+        Returns:
+          For each prefix a number from 0 to its length.
+        Raises:
+          OSError: the tier cannot tell. It is asked less often while that continues.
+        """
+        raise NotImplementedError("a shared storage tier has to implement find()")
 
     @abc.abstractmethod
     def clear(self) -> None:

@@ -21,8 +21,8 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
     """Makes the tier of a registered name, or of a `module:Class`.
 
     Raises:
-      ConfigError: the name is unknown, the module does not import, the class is not derived from `StorageTier`, or its
-        constructor fails.
+      ConfigError: the name is unknown, the module does not import, the class is not derived from `StorageTier`, is
+        shared but has no `find`, or its constructor fails.
     """
     what = f"{_SETTING}{name}"
     module_name, colon, class_name = STORAGE_TIERS.get(name, name).partition(":")
@@ -41,6 +41,8 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
             f"{what}: {class_name} in {module_name} is {one_line(found)}; expected a class derived from "
             "tpu_offload.storage.StorageTier"
         )
+    if found.is_shared and found.find is StorageTier.find:
+        raise ConfigError(f"{what}: {class_name} in {module_name} has is_shared=True and no find(); it needs one")
     try:
         return found(spec)
     except OffloadError:

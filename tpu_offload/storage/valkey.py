@@ -9,11 +9,13 @@ left. If the server loses the value, by eviction or by a restart, engines write 
 
 The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
-Reads and writes have a connection each, so that no read waits behind a queue of writes. The library copies a record
+Reads and writes have a connection each, so that no read waits behind a queue of writes, and so have look-ups and the
+generation, which are small and wait for neither. The library copies a record
 before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it returns; neither
 holds the interpreter's lock.
 """
 
+import itertools
 import logging
 import secrets
 import threading
@@ -27,7 +29,6 @@ from glide_sync import (
     BackoffStrategy,
     Batch,
     ClusterBatch,
-    ClusterScanCursor,
     ConditionalChange,
     ExpirySet,
     ExpiryType,
@@ -46,6 +47,7 @@ from glide_sync import (
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
 
@@ -58,7 +60,7 @@ _SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
 """Whether a scheme has TLS."""
 _PORT = 6379
 _ASK_S = 1.0  # how often the generation is read
-_BATCH = 1000
+_BATCH = 4096  # keys in one round trip
 # Signs in an error of the library, which has no types for them, that the server may answer later.
 _UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
 
@@ -71,7 +73,7 @@ class ValkeyTier(StorageTier):
     password or certificate, and a host that has no address, are errors.
 
     Args:
-      spec: `options` is a URL, see the module. `num_chunks` bounds `stored_keys` only; the server has its own bound.
+      spec: `options` is a URL, see the module. `num_chunks` does not matter; the server has its own bound.
     Raises:
       ConfigError: the options are wrong, or the server refuses.
     """
@@ -95,8 +97,9 @@ class ValkeyTier(StorageTier):
         self._num_clears = 0
         self._readers: Client
         self._writers: Client
+        self._askers: Client
         try:
-            self._readers, self._writers = connect(), connect()
+            self._readers, self._writers, self._askers = connect(), connect(), connect()
             self._prefix()
             self._check_bound()
         except GlideError as e:
@@ -151,30 +154,10 @@ class ValkeyTier(StorageTier):
             names: list[Any] = [prefix + key for key in keys[i : i + _BATCH]]
             self._call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
 
-    def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which keys are stored, in one round trip for each 1,000.
-
-        Raises:
-          OSError: the server does not answer.
-        """
+    def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
+        """See `StorageTier.find`."""
         prefix = self._prefix()
-        found: list[bool] = []
-        for i in range(0, len(keys), _BATCH):
-            names = [prefix + key for key in keys[i : i + _BATCH]]
-            found += [bool(number) for number in self._call(lambda names=names: self._pipeline(names)) or ()]  # type: ignore[misc]
-        return found
-
-    def stored_keys(self) -> Sequence[bytes]:
-        """Keys of all engines, at most `num_chunks`, the same for every worker; none if the server does not answer."""
-        try:
-            prefix = self._prefix()
-            scan = self._scan_cluster if isinstance(self._readers, GlideClusterClient) else self._scan
-            found = self._call(lambda: scan(prefix + b"*"))
-        except OSError as e:
-            _logger.warning("storage tier: the keys of %s cannot be listed (%s)", self._where, e)
-            return ()
-        # A scan may return a key twice. In the order of the keys, workers agree on which of too many they list.
-        return sorted({name[len(prefix) :] for name in found})[: self.spec.num_chunks]
+        return count_leading(prefixes, lambda groups: self._count(prefix, groups))
 
     def clear(self) -> None:
         """See `StorageTier.clear`. It empties the tier of every engine; the server evicts the records in time."""
@@ -187,8 +170,8 @@ class ValkeyTier(StorageTier):
 
     def close(self) -> None:
         """See `StorageTier.close`."""
-        self._readers.close()
-        self._writers.close()
+        for client in (self._readers, self._writers, self._askers):
+            client.close()
 
     # Inside.
 
@@ -225,7 +208,7 @@ class ValkeyTier(StorageTier):
                 self._generation, self._is_published = found, True
 
     def _agree(self, ours: str, is_published: bool) -> str:
-        client = self._writers
+        client = self._askers
         found = client.get(self._marker) if is_published else None
         if is_published and found is None:  # nobody has been here, or the server has lost it
             ours = ours or _new_generation()
@@ -238,36 +221,32 @@ class ValkeyTier(StorageTier):
         client.set(self._marker, ours)
         return ours
 
-    def _pipeline(self, names: Sequence[bytes]) -> Sequence[Any] | None:
-        if isinstance(self._readers, GlideClusterClient):
+    def _count(self, prefix: bytes, groups: Sequence[Sequence[bytes]]) -> list[int]:
+        """How many keys of each group are stored, in one round trip for each 4,096 keys."""
+        counts: list[int] = []
+        first = num_keys = 0
+        for end, group in enumerate(groups, 1):
+            num_keys += len(group)
+            if num_keys >= _BATCH or end == len(groups):
+                names = [[prefix + key for key in keys] for keys in groups[first:end]]
+                counts += self._call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
+                first, num_keys = end, 0
+        return counts
+
+    def _pipeline(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
+        client = self._askers
+        if isinstance(client, GlideClusterClient):  # the keys of one request have to be of one node
             cluster_batch = ClusterBatch(is_atomic=False)
-            for name in names:
-                cluster_batch.exists([name])
-            return self._readers.exec(cluster_batch, raise_on_error=True)
+            for group in groups:
+                for name in group:
+                    cluster_batch.exists([name])
+            found: Any = iter(client.exec(cluster_batch, raise_on_error=True) or ())
+            return [sum(itertools.islice(found, len(group))) for group in groups]
         batch = Batch(is_atomic=False)
-        for name in names:
-            batch.exists([name])
-        return self._readers.exec(batch, raise_on_error=True)
-
-    def _scan(self, pattern: bytes) -> list[bytes]:
-        assert isinstance(self._readers, GlideClient)
-        found: list[Any] = []
-        cursor: Any = b"0"
-        while True:
-            cursor, names = self._readers.scan(cursor, match=pattern, count=_BATCH)
-            found += names
-            if cursor == b"0":
-                return found
-
-    def _scan_cluster(self, pattern: bytes) -> list[bytes]:
-        assert isinstance(self._readers, GlideClusterClient)
-        found: list[Any] = []
-        cursor: Any = ClusterScanCursor()  # type: ignore[no-untyped-call]
-        while not cursor.is_finished():
-            answer: Any = self._readers.scan(cursor, match=pattern, count=_BATCH)
-            cursor = answer[0]
-            found += answer[1]
-        return found
+        for group in groups:
+            batch.exists(list(group))
+        answer: Any = client.exec(batch, raise_on_error=True)
+        return list(answer or ())
 
 
 def _connector(options: UrlOptions) -> Callable[[], Client]:

@@ -25,7 +25,8 @@ class _Job:
       writes_caches: it is a load, or a swap in.
       cancelled: the engine has taken its blocks back before all were written, or the caches were lost.
       copy_s: seconds that the copy alone took, if measured.
-      of_storage: it is a copy to or from storage.
+      of_storage: it is a copy to or from storage, or a look-up there.
+      num_found: for a look-up, what it has found.
     """
 
     started_s: float
@@ -39,6 +40,7 @@ class _Job:
     cancelled: bool = False
     copy_s: float = 0.0
     of_storage: bool = False
+    num_found: tuple[int, ...] = ()
 
     def failed_positions(self) -> tuple[int, ...]:
         """Positions in `CopyJob.block_ids` of the blocks that failed; empty if all did."""
@@ -155,6 +157,10 @@ class WorkerJobs:
         """Part of a job in flight has taken so long; the longest part counts."""
         self._jobs[job_id].copy_s = max(self._jobs[job_id].copy_s, seconds)
 
+    def set_found(self, job_id: int, num_found: tuple[int, ...]) -> None:
+        """Sets the answer of a look-up in flight, see `JobResult.num_found`."""
+        self._jobs[job_id].num_found = num_found
+
     def is_cancelled(self, job_id: int) -> bool:
         """Whether a job in flight will end as cancelled."""
         return self._jobs[job_id].cancelled
@@ -191,5 +197,6 @@ class WorkerJobs:
                 duration_s=seconds,
                 copy_s=job.copy_s,
                 failed_blocks=positions,
+                num_found=job.num_found,
             )
         )

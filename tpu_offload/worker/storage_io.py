@@ -5,7 +5,8 @@ program order after the saves of its step; an I/O thread waits for that array an
 I/O thread reads into a buffer and verifies the record (`storage.format`); `collect` then dispatches the copy into the
 slot. I/O threads never access segments.
 
-Reads and writes use separate threads, so no read waits behind a write. One thread does all writes and deletions of a
+Reads and writes use separate threads, so no read waits behind a write; look-ups in a shared tier have one of their own
+(`worker.storage_lookups`). One thread does all writes and deletions of a
 key, in the order of their jobs, so a late write never lands after the deletion that follows it. When storage is
 cleared, the other threads that write wait.
 """
@@ -36,11 +37,13 @@ from tpu_offload.types import ChunkKey, CopyJob, CopyPart
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.storage_lookups import StorageLookups
 from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
+_NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 _STOP_CHECK_S = 0.1
 _CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
@@ -137,6 +140,8 @@ class StorageCopies:
         self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, record_format)
         self._stored_keys = self._list_stored_keys()
         self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
+        self._askers = _Threads("storage-look-up", num_threads=int(self.is_shared))
+        self._lookups = StorageLookups(self._io.tier, jobs, submit=functools.partial(self._askers.submit, _NO_KEY))
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
         self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
@@ -154,7 +159,7 @@ class StorageCopies:
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight."""
-        return bool(self._num_in_io or self._landing)
+        return bool(self._num_in_io or self._landing or self._lookups.has_flights)
 
     @property
     def is_landing(self) -> bool:
@@ -165,6 +170,10 @@ class StorageCopies:
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
         return max(copier.hbm_nbytes for copier in self._copiers)
+
+    def look_up(self, jobs: Sequence[CopyJob]) -> None:
+        """Starts to ask which chunks storage has."""
+        self._lookups.start(self._accept(jobs))
 
     def promote(self, jobs: Sequence[CopyJob]) -> None:
         """Starts to read chunks."""
@@ -196,6 +205,7 @@ class StorageCopies:
 
     def collect(self) -> None:
         """Dispatches the writes of chunks that were read into their slots, and ends finished items."""
+        self._lookups.collect()
         while self._io.done:
             item = self._io.done.popleft()
             self._num_in_io -= 1
@@ -214,15 +224,16 @@ class StorageCopies:
         """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
         if not self.has_flights:
             return []
-        tokens = [token for _, tokens in self._landing for token in tokens]
+        waits: list[Any] = [token for _, tokens in self._landing for token in tokens]
+        waits += self._lookups.waiting_on(all_of_them=all_of_them)
         num_done = self._num_in_io if all_of_them else 1
-        return [*tokens, _Done(self._io.done, num_done)] if self._num_in_io else tokens
+        return [*waits, _Done(self._io.done, num_done)] if self._num_in_io else waits
 
     def close(self) -> None:
         """Ends the threads, dropping queued items, and closes the tier unless it hangs. The caller has waited."""
         until_s = time.monotonic() + _CLOSE_S
         self._landing.clear()
-        have_ended = [threads.close(until_s) for threads in (self._readers, self._writers)]
+        have_ended = [threads.close(until_s) for threads in (self._readers, self._writers, self._askers)]
         if not all(have_ended):
             _logger.error(
                 "the storage tier hangs: closed without waiting for its I/O threads; it was not closed itself"
@@ -237,6 +248,8 @@ class StorageCopies:
 
     def _list_stored_keys(self) -> tuple[ChunkKey, ...]:
         tier = self._io.tier
+        if tier.is_shared:  # the scheduler asks for what it needs
+            return ()
         try:
             keys = tuple(map(ChunkKey, tier.stored_keys()))
         except Exception as e:  # the tier may be the user's own
@@ -420,11 +433,11 @@ class _Threads:
     They hold no reference to this object, so they end when it is garbage-collected.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, num_threads: int = _NUM_THREADS) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        for i in range(_NUM_THREADS):
+        for i in range(num_threads):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_run, args=(tasks, self._stop), name=f"tpu_offload-{name}-{i}", daemon=True

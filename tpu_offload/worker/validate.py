@@ -68,9 +68,23 @@ def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
             return "a key or a slot occurs twice"
         if type(job.clears_storage) is not bool or (job.clears_storage and job.kind is not JobKind.CASCADE):
             return f"clears_storage is {job.clears_storage!r:.100}; expected a bool, true only of a cascade"
-        return ""
+        return _prefixes_error(job)
     except AttributeError as e:
         return f"it has no {e.name}"
+
+
+def _prefixes_error(job: CopyJob) -> str:
+    """What is invalid about the prefixes of a storage job; empty if nothing is."""
+    prefixes, is_lookup = job.prefixes, job.kind is JobKind.LOOKUP
+    if type(prefixes) is not tuple or bool(prefixes) is not is_lookup:
+        return f"prefixes are {prefixes!r:.100}; expected a tuple, with some only of a look-up"
+    if is_lookup and (job.chunks or job.deleted_keys):
+        return "a look-up has chunks, or keys to delete"
+    if not all(type(prefix) is tuple and prefix for prefix in prefixes):
+        return "a prefix is not a tuple, or empty"
+    if not all(type(key) is bytes and key for prefix in prefixes for key in prefix):
+        return "a key is not bytes, or empty"
+    return ""
 
 
 def _writes_twice(job: CopyJob) -> bool:

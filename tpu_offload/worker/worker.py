@@ -283,10 +283,11 @@ class OffloadWorker:
             self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
         elif outs:
             self._swap.swap(outs, kv_caches)
-        promotions = plan.of(JobKind.PROMOTE)
+        lookups, promotions = plan.of(JobKind.LOOKUP), plan.of(JobKind.PROMOTE)
         if self._storage is None:
-            self._refuse(promotions, _NO_STORAGE)
-        elif promotions:
+            self._refuse((*lookups, *promotions), _NO_STORAGE)
+        else:
+            self._storage.look_up(lookups)
             self._storage.promote(promotions)
         if self._tier is not None:
             # A segment that a promotion is being written to must not go into the pass: it may be lost.

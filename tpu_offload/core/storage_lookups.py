@@ -1,0 +1,234 @@
+"""Look-ups in shared storage: which chunks of waiting prompts other engines have stored.
+
+A private tier is known: the scheduler has written all that is there. A shared tier has to be asked, which takes a round
+trip, so `match` cannot wait for it. A request whose prompt goes on past the chunks known here is ARRIVING for a short
+time. The next plan has one look-up for all such requests, a job like any other, which every worker answers for its own
+shards. What all of them have counts as stored from then on, and the next match promotes it.
+
+An answer is a hint. It makes a chunk known until its first failed read, and missing for a second. What bounds the cost:
+
+- A request asks at most once for each of its chunks, and only while it may still wait.
+- Requests with a common prefix ask once: a prefix is known by its first key, and keys are chained, so that one key in
+  common is all keys before it in common.
+- While a look-up is late, nobody waits or asks. It has a deadline, and look-ups have a circuit breaker: a server that
+  is frozen or dead costs a few short waits, then none until one look-up has succeeded.
+- Keys in flight and all tables are bounded. What does not fit is computed.
+
+After a reset nothing is asked any more: the keys have a suffix then that no other engine has
+(`request_table.KeySpace`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.types import ChunkKey, JobKind, JobState
+
+_ACCOUNT = "look-ups"  # for the circuit breaker
+_MAX_PREFIX_KEYS = 4096  # of one request; what follows is asked for once these have been found
+_MAX_KEYS = 16384  # to be asked for, and in flight
+_MAX_JOBS = 8  # in flight
+_TIMEOUT_S = 5.0  # a step may take seconds, and the answer comes in a report
+_MISSING_S = 1.0  # a negative answer holds for so long
+_MAX_MISSING = 4096
+
+
+@final
+class StorageLookups:
+    """Plans look-ups; does nothing until `enable`.
+
+    Args:
+      context: the scheduler's shared state.
+      capacity: most chunks that may count as stored.
+      is_known: whether a chunk is resident, stored or on its way.
+      add_found: called with leading chunks of a prefix that storage has.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        *,
+        capacity: int,
+        is_known: Callable[[ChunkKey], bool],
+        add_found: Callable[[Sequence[ChunkKey]], None],
+    ) -> None:
+        config, layout = context.config, context.layout
+        self._jobs = context.jobs
+        self._counts = context.counts
+        self._costs = context.costs
+        self._clock = context.clock
+        self._is_known = is_known
+        self._add_found = add_found
+        self._wait_s = config.storage_lookup_wait_s
+        self._timeout_s = min(config.job_timeout_s, max(_TIMEOUT_S, 2 * self._wait_s))
+        self._max_keys = min(_MAX_PREFIX_KEYS, capacity)
+        self._chunk_tokens = config.blocks_per_chunk * layout.block_size
+        self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
+        self.breaker = CircuitBreaker(
+            "look-ups in storage",
+            num_failures=config.breaker_failures,
+            retry_s=config.breaker_retry_s,
+            clock=context.clock,
+        )
+        # By their first keys, prefixes that the next plan asks for, and those in flight.
+        self._wanted: dict[ChunkKey, tuple[ChunkKey, ...]] = {}
+        self._asked: dict[ChunkKey, tuple[ChunkKey, ...]] = {}
+        self._num_keys = 0  # in both
+        self._planned_s: dict[int, float] = {}  # by job in flight, when it was planned
+        self._missing: OrderedDict[ChunkKey, float] = OrderedDict()  # until when, the earliest first
+        self._is_enabled = self._was_reset = False
+        self._jobs.on_end(JobKind.LOOKUP, call=self._ended)
+
+    def enable(self) -> None:
+        """Storage is shared, as a worker has reported."""
+        self._is_enabled = self._wait_s > 0 and not self._was_reset
+
+    def reset(self) -> None:
+        """The keys have changed: nobody else has stored any of them."""
+        self._was_reset, self._is_enabled = True, False
+        self._drop_wanted()
+        self._missing.clear()
+
+    def ask(self, request: RequestState) -> None:
+        """Decides whether the request waits for a look-up, after a match, and has storage asked if nobody has.
+
+        Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
+        """
+        awaited, request.awaited_lookup = request.awaited_lookup, None
+        wait_s, request.lookup_wait_s = request.lookup_wait_s, 0.0
+        if not self._is_enabled or request.at_load_limit or self._is_late:
+            return
+        if awaited is not None and (awaited in self._wanted or awaited in self._asked):
+            request.awaited_lookup, request.lookup_wait_s = awaited, wait_s
+            return
+        first, end = self._unknown(request)
+        if first >= end or not self.breaker.admits(_ACCOUNT) or self._is_missing(request.keys[first]):
+            return
+        wait_s = self._estimate_s(first, end)
+        since_s = request.arriving_since_s
+        if not wait_s or (since_s is not None and self._clock() >= since_s + wait_s):
+            return
+        if self._want(request, first, end):
+            request.awaited_lookup, request.lookup_wait_s = request.keys[first], wait_s
+
+    def _unknown(self, request: RequestState) -> tuple[int, int]:
+        """The chunks to ask for: the first one that is not known here, and the end. Empty if it has asked for it."""
+        keys, first = request.keys, request.num_found_chunks
+        last = len(keys)
+        if request.num_asked_chunks >= last:
+            return last, last
+        if request.limits.max_load_tokens is not None:
+            last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
+        while first < last and self._is_known(keys[first]):
+            first += 1
+        if first == last:  # not to be looked through again in each step
+            request.num_asked_chunks = last
+        if first < request.num_asked_chunks:  # it is missing, or its read has failed
+            return last, last
+        return first, min(last, first + self._max_keys)
+
+    def _estimate_s(self, first: int, end: int) -> float:
+        """How long a request waits to learn whether storage has these chunks; 0 if it would not read them."""
+        load_s = self._costs.promotion_s((end - first) * self._chunk_nbytes, num_jobs=1)
+        recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+        return self._costs.lookup_wait_s(load_s, recompute_s, default_s=self._wait_s)
+
+    def _want(self, request: RequestState, first: int, end: int) -> bool:
+        """Has the next plan ask for these chunks; False if there is no room.
+
+        Another request may have asked for a prefix that begins with the same chunk. If it ends with other chunks, this
+        one asks for its own when that is answered.
+        """
+        key = request.keys[first]
+        other = self._wanted.get(key) or self._asked.get(key)
+        if other is not None:
+            num_both = min(len(other), end - first)
+            if request.keys[first + num_both - 1] != other[num_both - 1]:
+                return True
+            if num_both == end - first or key in self._asked:
+                request.num_asked_chunks = first + num_both
+                return True
+        num_more = end - first - len(other or ())
+        is_probe = not self.breaker.closed
+        if self._num_keys + num_more > _MAX_KEYS or (is_probe and (self._wanted or self._asked)):
+            return other is not None
+        self._wanted[key] = tuple(request.keys[first:end])
+        self._num_keys += num_more
+        request.num_asked_chunks = end
+        return True
+
+    def _is_missing(self, key: ChunkKey) -> bool:
+        return self._clock() < self._missing.get(key, 0.0)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the oldest look-up in flight takes longer than a request would wait for it."""
+        return bool(self._planned_s) and self._clock() >= next(iter(self._planned_s.values())) + self._wait_s
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `plan` would plan a look-up."""
+        return bool(self._wanted) and len(self._planned_s) < _MAX_JOBS
+
+    def plan(self, now_s: float) -> None:
+        """Plans one look-up for all that is wanted."""
+        if not self.has_plans:
+            return
+        if not self.breaker.admits(_ACCOUNT):
+            self._drop_wanted()
+            return
+        wanted, self._wanted = self._wanted, {}
+        self._asked |= wanted
+        prefixes = tuple(wanted.values())
+        job = self._jobs.plan(
+            JobKind.LOOKUP,
+            (),
+            request=f"{sum(map(len, prefixes))} chunks",
+            prefixes=prefixes,
+            breaker=self.breaker,
+            deadline_s=now_s + self._timeout_s,
+        )
+        self.breaker.begin(job.job_id)
+        self._planned_s[job.job_id] = now_s
+        self._counts.looked_up_storage_chunks += sum(map(len, prefixes))
+
+    def _drop_wanted(self) -> None:
+        self._num_keys -= sum(map(len, self._wanted.values()))
+        self._wanted.clear()
+
+    def _ended(self, job: Job) -> None:
+        """Takes what was found as stored. The answer of a job that a reset or a restart has failed is ignored."""
+        del self._planned_s[job.job_id]
+        for prefix in job.wire.prefixes:
+            self._num_keys -= len(self._asked.pop(prefix[0]))
+        if job.state is not JobState.FINISHED:
+            self._counts.num_failed_storage_lookups += job.copy_failed
+            return
+        for prefix, num_found in zip(job.wire.prefixes, job.num_found, strict=True):
+            self._counts.found_storage_chunks += num_found
+            if num_found:
+                self._add_found(prefix[:num_found])
+            if num_found < len(prefix):
+                self._note_missing(prefix[num_found])
+
+    def _note_missing(self, key: ChunkKey) -> None:
+        self._missing[key] = self._clock() + _MISSING_S
+        self._missing.move_to_end(key)
+        if len(self._missing) > _MAX_MISSING:
+            self._missing.popitem(last=False)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the tables agree with the jobs in flight. For tests."""
+        jobs = self._jobs.of(JobKind.LOOKUP)
+        prefixes = [prefix for job in jobs for prefix in job.wire.prefixes]
+        assert {prefix[0]: prefix for prefix in prefixes} == self._asked, "a look-up in flight that is not known"
+        assert len(prefixes) == len(self._asked), "a prefix is asked for twice"
+        assert not self._wanted.keys() & self._asked.keys(), "what is in flight is asked for again"
+        assert [job.job_id for job in jobs] == list(self._planned_s)
+        assert self._num_keys == sum(map(len, (*self._wanted.values(), *self._asked.values()))) <= _MAX_KEYS
+        assert len(jobs) <= _MAX_JOBS
+        assert len(self._missing) <= _MAX_MISSING
