@@ -138,7 +138,7 @@ class StorageEngine(FakeEngine):
     def check_storage(self, prompts: list[list[int]]) -> None:
         """What the scheduler takes for stored is on every worker, with the right bytes."""
         names = dict(pair for prompt in prompts for pair in zip(self.keys(prompt), self.hashes(prompt), strict=True))
-        for key in self.scheduler._storage._stored:
+        for key in self.scheduler._storage.tiers[0]._stored:
             assert [worker.storage.get(key) for worker in self.workers] == [names[key]] * len(self.workers)
 
 

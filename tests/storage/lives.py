@@ -131,8 +131,8 @@ class _Life:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
         engine.check_storage(self.prompts)
-        stored = engine.scheduler._storage._stored
-        limit = engine.scheduler._storage._num_chunks
+        stored = engine.scheduler._storage.tiers[0]._stored
+        limit = engine.scheduler._storage.tiers[0]._num_chunks
         assert all(worker.most_stored <= limit for worker in engine.workers), "storage holds more than it may"
         if self.admission == "second_sighting":
             assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"

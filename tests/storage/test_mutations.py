@@ -36,7 +36,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("a reset keeps what is to be demoted", "StoragePlanner.plan", "self._victims = {}", "pass"),
-    Mutation("all that is evicted is admitted", "StoragePlanner._note_evicted", "self._admission.admits(key)", "True"),
+    Mutation("all that is evicted is admitted", "StoragePlanner.note_evicted", "self._admission.admits(key)", "True"),
     Mutation("all that is saved is admitted", "StoragePlanner.offer", "self._admission.admits(key)", "True"),
     Mutation("one sighting is enough", "AdmissionFilter.__init__", "2 if _ else 1", "1"),
     Mutation("sightings count as hits", "AdmissionFilter.observe", "self._counts_sightings", "True"),

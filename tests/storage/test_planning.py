@@ -27,7 +27,7 @@ def away(*, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage._stored)
+    return list(engine.scheduler._storage.tiers[0]._stored)
 
 
 def states(engine, tokens):
@@ -118,7 +118,7 @@ def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
 
 def test_half_of_what_may_be_in_flight_is_written_at_a_time():
     engine = StorageEngine(num_host_chunks=64, max_storage_gb_in_flight=6 * 512 / 2**30)
-    assert engine.scheduler._storage._max_in_flight == 6
+    assert engine.scheduler._storage.tiers[0]._max_in_flight == 6
     engine.serve("a", prompt(1, num_blocks=10))
     sizes = []
     while engine.scheduler.has_jobs:
@@ -219,7 +219,7 @@ def test_a_prefix_that_hbm_has_is_read_only_with_what_comes_before_it():
 
 def test_a_hole_in_what_is_stored_ends_a_promotion():
     engine = away()
-    engine.scheduler._storage._forget(engine.keys(A)[1])
+    engine.scheduler._storage.tiers[0]._forget(engine.keys(A)[1])
     engine.match("a", A)
     assert states(engine, A) == [ChunkState.PENDING, None, None, None]
     engine.rest()

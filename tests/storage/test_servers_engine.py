@@ -139,7 +139,7 @@ def test_no_engine_deletes_what_another_has_stored(plain):
     """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
     with calm_valkey() as (tier, url), engine_above(tier, url) as first:
         serve_slowly(first, rounds()[:1])
-        keys = sorted(first._offload._scheduler._storage._stored)
+        keys = sorted(first._offload._scheduler._storage.tiers[0]._stored)
         with engine_above(tier, url, num_storage_chunks=20) as second:
             assert second.offload_stats().restored_chunks == 20 < len(keys)
             assert tokens_of(serve_slowly(second, rounds())) == plain

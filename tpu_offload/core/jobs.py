@@ -262,6 +262,7 @@ class JobTable:
         checkpoint: Checkpoint | None = None,
         deleted_keys: tuple[ChunkKey, ...] = (),
         clears_storage: bool = False,
+        tier_id: int = 0,
         nbytes: int = 0,
     ) -> Job:
         """Creates a job, which now owns the resources that the caller has acquired for it.
@@ -271,7 +272,7 @@ class JobTable:
           parts: what moves.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
-          num_staging_blocks, deleted_keys, clears_storage: see `CopyJob`.
+          num_staging_blocks, deleted_keys, clears_storage, tier_id: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
@@ -284,6 +285,7 @@ class JobTable:
             chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
             deleted_keys=deleted_keys,
             clears_storage=clears_storage,
+            tier_id=tier_id,
         )
         self._next_job_id += 1
         job = Job(

@@ -97,7 +97,7 @@ class Offloading:
         self._watched: set[Sequence] = set()
         num_workers = workers.num_hosts if workers is not None else 1
         self._scheduler = OffloadScheduler(config, layout, num_workers=num_workers, clock=clock)
-        self._has_storage = config.storage_chunks > 0
+        self._has_storage = config.has_storage
         self._clock = clock
         self._arriving_until_s = math.inf  # the earliest end of a wait for storage since the last `poll`
         self._worker = workers or OffloadWorker(
