@@ -577,7 +577,7 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
         max_swap_blocks=0,
     )
     with pytest.raises(
-        ConfigError, match=r"worker 0 has storage_chunks=0, the scheduler has 5.*TPU_OFFLOAD_STORAGE_TIER"
+        ConfigError, match=r"worker 0 has storage_chunks=\(\), the scheduler has \(5,\).*TPU_OFFLOAD_STORAGE_TIER"
     ):
         scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=4, incarnation=1, setup=setup))
 

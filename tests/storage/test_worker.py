@@ -246,8 +246,9 @@ def test_only_threads_of_its_own_call_the_tier():
     delete = engine.cascade(deleted=(1,))
     engine.step(saves=[delete])
     assert engine.done(delete).state is FINISHED
-    names = {name.rsplit("-", 1)[0] for name in engine.disk.threads}
-    assert names == {"tpu_offload-storage-read", "tpu_offload-storage-write"}
+    names = {name.split("-", 3)[2] for name in engine.disk.threads}
+    assert names == {"read", "write"}
+    assert all(name.startswith("tpu_offload-storage-") for name in engine.disk.threads)
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("tpu_offload-storage"))
 
 

@@ -2,8 +2,8 @@
 
 Three times are estimated, each as a sum of two terms whose factors are fitted to the latest measurements: prefill by
 its tokens and by the tokens that these attend to, promotions from each tier by bytes (with those in flight before
-them) and by jobs, loads from the host tier by bytes and by jobs. Without an estimate KV is loaded. One that is old counts as
-none: what is never loaded is never measured, and a tier may have become faster.
+them) and by jobs, loads from the host tier by bytes and by jobs. Without an estimate KV is loaded. One that is old
+counts as none: what is never loaded is never measured, and a tier may have become faster.
 """
 
 import math

@@ -50,8 +50,8 @@ def _check_checkpoints(config: OffloadConfig) -> None:
     """Raises ConfigError if a setting does not support sliding-window groups and states."""
     if config.has_storage:
         raise ConfigError(
-            f"{env_name('storage_tier')}={';'.join(config.storage_tier)}: the model has sliding windows or states, which storage "
-            "does not support; unset it"
+            f"{env_name('storage_tier')}={';'.join(config.storage_tier)}: the model has sliding windows or states, "
+            "which storage does not support; unset it"
         )
     if SaveEvent.HBM_EVICTION in config.save_on:
         raise ConfigError(

@@ -82,9 +82,7 @@ class StorageStack:
             self.close()
             raise
 
-    def _make_copies(
-        self, config: OffloadConfig, layout: KVLayout, tier_id: int, *, num_chunks: int
-    ) -> StorageCopies:
+    def _make_copies(self, config: OffloadConfig, layout: KVLayout, tier_id: int, *, num_chunks: int) -> StorageCopies:
         settings = config.storage_tiers[tier_id]
         spec = StorageSpec(
             record_nbytes=self._format.record_nbytes,

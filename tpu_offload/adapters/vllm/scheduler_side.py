@@ -440,9 +440,7 @@ class SchedulerSide:
         last, self._last_stats = self._last_stats, stats
         transfers, self._transfers = self._transfers, []
         last_tiers, self._last_tier_stats = self._last_tier_stats, self._offload.tier_stats()
-        return OffloadConnectorStats.of(
-            stats.since(last), transfers, tier_counts(self._last_tier_stats, last_tiers)
-        )
+        return OffloadConnectorStats.of(stats.since(last), transfers, tier_counts(self._last_tier_stats, last_tiers))
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the scheduler's tables are inconsistent. For tests."""
