@@ -35,6 +35,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
+    TierStats,
     Update,
 )
 from tpu_offload.engine.hosts import HostWorkers
@@ -350,6 +351,10 @@ class Offloading:
     def stats(self) -> OffloadStats:
         """The library's counters."""
         return self._scheduler.stats()
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """The library's counters of each storage tier."""
+        return self._scheduler.tier_stats()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the library's state is inconsistent. For tests."""
