@@ -151,7 +151,9 @@ BAD = {
     "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
     "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
     "load_mode": [("swap", "'auto', 'load' or 'recompute'")],
-    "storage_tier": [("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_STORAGE_GB, or TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")],
+    "storage_tier": [
+        ("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_STORAGE_GB, or TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")
+    ],
     "storage_options": [],  # whatever the tier takes
     "num_storage_chunks": [("0", "greater than or equal to 1"), ("many", "integer")],
     "storage_gb": [("0", "greater than 0"), ("inf", "finite number"), ("1TB", "number")],

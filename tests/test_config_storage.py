@@ -22,7 +22,7 @@ def test_each_tier_has_its_own_values_and_one_value_is_for_all():
 
 
 def test_one_tier_takes_single_values():
-    config = OffloadConfig.create(storage_tier="file", storage_options="/a;b".split(";")[0], num_storage_chunks=7)
+    config = OffloadConfig.create(storage_tier="file", storage_options="/a", num_storage_chunks=7)
     assert [(tier.name, tier.options, tier.num_chunks) for tier in config.storage_tiers] == [("file", "/a", 7)]
     assert from_env(storage_tier="  ").storage_tiers == ()
 
@@ -49,7 +49,10 @@ def test_with_pipeline_stages_a_size_in_gb_is_for_the_worker_that_stores_most():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"storage_options": "/mnt/kv"}, r"STORAGE_OPTIONS='/mnt/kv' has 1 value\(s\), and .*names 2 tier\(s\); exp.* 2,"),
+        (
+            {"storage_options": "/mnt/kv"},
+            r"STORAGE_OPTIONS='/mnt/kv' has 1 value\(s\), and .*names 2 tier\(s\); exp.* 2,",
+        ),
         ({"num_storage_chunks": "20"}, r"NUM_STORAGE_CHUNKS='20' has 1 value\(s\).* expected 2, separated by ';'"),
         ({"storage_write_on": "save;save;save"}, r"STORAGE_WRITE_ON='save;save;save' .* expected one for all, or 2"),
         ({"storage_admission": "all;most"}, "STORAGE_ADMISSION='most': expected 'all', 'second_sighting' or"),

@@ -142,7 +142,9 @@ class _Life:
             stored, limit = tier.stored_keys(), tier._num_chunks
             most = [worker.most_stored[tier.tier_id] for worker in engine.workers]
             assert max(most) <= limit, "a tier holds more than it may"
-            assert len(tier._writing) + len(tier._promoting) <= tier._max_in_flight, "more chunks of a tier are in flight than may be"
+            assert len(tier._writing) + len(tier._promoting) <= tier._max_in_flight, (
+                "more chunks of a tier are in flight than may be"
+            )
             if admission == "second_sighting":
                 assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
             if admission == "after_hit":

@@ -274,10 +274,8 @@ def test_lost_host_memory_fails_the_copies_of_all_tiers():
 
 def setup_of(config, **fields):
     (expected,) = expected_setups(config, LAYOUT, 1)
-    same = {name: value for name, value in expected.items()}
-    return WorkerSetup(
-        num_processes=1, process_index=0, segment_chunks=4, save_path="direct", load_path="direct", **(same | fields)
-    )
+    paths = {"save_path": "direct", "load_path": "direct"}
+    return WorkerSetup(num_processes=1, process_index=0, segment_chunks=4, **(paths | expected | fields))
 
 
 def test_a_worker_that_starts_lists_what_each_of_its_tiers_has():

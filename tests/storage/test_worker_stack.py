@@ -10,7 +10,7 @@ from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
 from tests.storage.test_worker import FAILED, FINISHED, SIZE, StorageEngine
 from tpu_offload.errors import ConfigError
-from tpu_offload.types import JobKind
+from tpu_offload.types import JobKind, JobResult
 from tpu_offload.worker import storage_stack
 
 
@@ -40,7 +40,7 @@ def engine():
 def test_every_bit_comes_back_from_the_tier_that_the_job_names(engine):
     near, far = engine.cascade((1, 0)), on_far(engine.cascade((1, 1), (2, 2)))
     engine.step(saves=[near, far])
-    assert {state for state in engine.states().values()} == {FINISHED}
+    assert set(engine.states().values()) == {FINISHED}
     assert (set(engine.disk.values), set(engine.far.values)) == ({key_of(1)}, {key_of(1), key_of(2)})
     engine.expect_stored(far)
     promote = on_far(engine.promote((1, 3), (2, 0)))
@@ -71,7 +71,7 @@ def test_a_tier_that_hangs_blocks_no_copy_of_the_other(engine, call, hangs_far):
     assert hanging.began.wait(60)
     write, read = of_alive(engine.cascade((2, 0))), of_alive(engine.promote((1, 2)))
     engine.step(loads=[read], saves=[write])
-    results = {}
+    results: dict[int, JobResult] = {}
     while len(results) < 2:  # and never the one that hangs
         results |= {result.job_id: result for result in engine.worker.poll(wait=True).results}
         engine.step()
@@ -119,7 +119,7 @@ def threads():
 def test_a_tier_that_cannot_be_made_closes_the_nearer_ones(tmp_path):
     before = threads()
     options = (f"{tmp_path},min_free_gb=0", "")
-    with pytest.raises(ConfigError, match="^TPU_OFFLOAD_STORAGE_TIER=nowhere: there is no storage tier"):
+    with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_STORAGE_TIER=nowhere: there is no storage tier"):
         StorageEngine(tier=("file", "nowhere"), storage_options=options, num_storage_chunks=(4, 4))
     assert threads() == before
     engine = StorageEngine(tier="file", storage_options=options[0], num_storage_chunks=4)  # its lock is free
@@ -159,7 +159,9 @@ def test_the_first_reports_list_each_tier():
 def test_a_size_in_gb_bounds_the_files(tmp_path):
     """The chunks are as many as the settings say, of records as large as they say, and the disk has less than that."""
     gb = 0.002
-    engine = StorageEngine(tier="file", storage_options=f"{tmp_path},min_free_gb=0", num_storage_chunks=(), storage_gb=gb)
+    engine = StorageEngine(
+        tier="file", storage_options=f"{tmp_path},min_free_gb=0", num_storage_chunks=(), storage_gb=gb
+    )
     spec = engine.disk.spec
     assert spec.record_nbytes == 4096 + -(-SIZE * engine.layout.block_nbytes_per_host // 4096) * 4096
     taken = sum(os.stat(path).st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())

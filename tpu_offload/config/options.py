@@ -249,9 +249,9 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="How long a request whose next blocks are being read from storage waits for them before it "
-        "computes them, all tiers together; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
-        "twice the estimate of the read if that is longer, and never longer than computing them would take.",
+        description="How long a request whose next blocks are being read from storage, whichever tier, waits for "
+        "them before it computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up "
+        "to twice the estimate of the read if that is longer, and never longer than computing them would take.",
     )
     max_storage_gb_in_flight: tuple[Annotated[float, Field(gt=0, le=2**20, allow_inf_nan=False)], ...] = Field(
         (1.0,),
