@@ -237,6 +237,27 @@ def test_a_read_that_hangs_ends_and_the_next_one_comes_from_the_other_tier():
     assert engine.match("a", A).state is MatchState.HIT
 
 
+def test_a_tier_whose_read_hangs_is_asked_last():
+    engine = make(num_host_chunks=64, sizes=(64, 64))
+    engine.turn()
+    for tokens in (A, B, C):
+        put(engine, 0, tokens)
+        put(engine, 1, tokens)
+    put(engine, 0, prompt(4))
+    engine.workers[0].frozen = {0}
+    assert wants(engine, A) == [(0, 4)]
+    engine.clock.now_s += 1.5
+    assert wants(engine, B) == [(0, 4)], "it may just be slow"
+    engine.clock.now_s += 1.0
+    assert wants(engine, C) == [(1, 4)]
+    assert wants(engine, prompt(4)) == [(0, 4)], "the far one does not have it"
+    engine.workers[0].frozen = set()
+    engine.turn()
+    put(engine, 0, prompt(5))
+    put(engine, 1, prompt(5))
+    assert wants(engine, prompt(5)) == [(0, 4)]
+
+
 def test_a_reset_clears_every_tier_and_one_that_hangs_holds_up_itself_only():
     engine = make()
     engine.fill(A)

@@ -4,10 +4,10 @@ All copies are between the host tier and one storage tier; nothing is copied fro
 planner decides on its own what its tier takes, evicts and gives back, with breakers, bounds and deadlines of its own.
 So a tier that is dead, frozen or full changes nothing for the others.
 
-What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now. It reads
-the run of chunks that it has; the next run may come from another one. What has come from a far tier is offered to the
-nearer ones, as if it had been saved. Promotions of all tiers together take at most half of the host tier, and a request
-waits once for all of them.
+What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now, one whose
+reads hang last. It reads the run of chunks that it has; the next run may come from another one. What has come from a far
+tier is offered to the nearer ones, as if it had been saved. Promotions of all tiers together take at most half of the
+host tier, and a request waits once for all of them.
 """
 
 import dataclasses
@@ -44,6 +44,7 @@ class TierStack:
             )
             for tier, num_chunks in zip(context.config.storage_tiers, sizes, strict=True)
         )
+        self._clock = context.clock
         self._demoting = [tier for tier in self._tiers if tier.demotes]
         context.jobs.on_end(*STORAGE_JOBS, call=self._ended)
         if self._demoting:
@@ -72,8 +73,15 @@ class TierStack:
             tier.offer(keys)
 
     def promote(self, request: RequestState) -> None:
-        """Plans a promotion of the chunks after those that the request's last match found, from one tier."""
-        for tier in self._tiers:
+        """Plans a promotion of the chunks after those that the request's last match found, from one tier.
+
+        A tier whose reads hang is asked last: its breaker opens only after several of them have timed out.
+        """
+        tiers: Sequence[StoragePlanner] = self._tiers
+        if len(tiers) > 1:
+            now_s = self._clock()
+            tiers = sorted(tiers, key=lambda tier: tier.is_stalled(now_s))
+        for tier in tiers:
             tier.promote(request)  # the next one finds the chunk PENDING if this one reads it
 
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:

@@ -47,6 +47,7 @@ _MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_PROMOTIONS = 64  # a job
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+_STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
 _MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
 
 Keys = OrderedDict[ChunkKey, None]
@@ -541,6 +542,11 @@ class StoragePlanner:
     def num_promoting(self) -> int:
         """Chunks that promotions are reading."""
         return len(self._promoting)
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether a promotion in flight has taken so long that the tier probably hangs."""
+        oldest = next(iter(self._reading.values()), None)  # jobs are in the order of their planning
+        return oldest is not None and now_s - oldest[0] > _STALLED_S
 
     def promotes(self, key: ChunkKey) -> bool:
         """Whether a promotion is reading a chunk."""
