@@ -149,7 +149,7 @@ class _Life:
                 assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
             if admission == "after_hit":
                 assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
-        promoting = engine.scheduler._storage.num_promoting()
+        promoting = len(engine.scheduler._storage.pending())
         assert promoting <= max(worker.num_host_chunks for worker in engine.workers) // 2, "promotions fill the host"
 
 

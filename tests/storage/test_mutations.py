@@ -69,8 +69,8 @@ MUTATIONS = (
     Mutation(
         "promotions of each tier take half of the host tier",
         "StoragePlanner._promotion_room",
-        "self._neighbors.num_promoting()",
-        "len(self._promoting)",
+        "self._max_promoting",
+        "self._index.num_slots // 2",
     ),
     Mutation(
         "chunks that are being read take no memory",

@@ -176,8 +176,7 @@ def test_promotions_of_all_tiers_take_at_most_half_of_the_host_tier():
     put(engine, 1, B)
     engine.match("a", A)
     engine.match("b", B)
-    assert reads(engine.scheduler.plan_step()) == [(0, 4)]
-    assert engine.scheduler.stats().num_dropped_promotions == 1
+    assert reads(engine.scheduler.plan_step()) == [(0, 2), (1, 2)], "each its share, also if the other hangs"
     engine.scheduler.check_invariants()
 
 
@@ -423,11 +422,11 @@ def test_statistics_of_each_tier_reach_prometheus():
     def of(name, tier):
         return registry.get_sample_value(f"tpu_offload_tier_{name}", {"tier": tier})
 
-    assert (of("stored_chunks", NEAR), of("stored_chunks", FAR)) == (6, 4)
+    assert (of("stored_chunks", NEAR), of("stored_chunks", FAR)) == (7, 4)
     assert (of("cascaded_chunks_total", NEAR), of("cascaded_chunks_total", FAR)) == (8, 4)
-    assert (of("failed_storage_chunks_total", NEAR), of("failed_storage_chunks_total", FAR)) == (2, 2)
+    assert (of("failed_storage_chunks_total", NEAR), of("failed_storage_chunks_total", FAR)) == (1, 1)
     sums = engine.scheduler.stats()
-    assert (sums.num_stored_chunks, sums.cascaded_chunks, sums.failed_storage_chunks) == (10, 12, 4)
+    assert (sums.num_stored_chunks, sums.cascaded_chunks, sums.failed_storage_chunks) == (11, 12, 2)
     own = engine.scheduler.tier_stats()
     assert [type(tier) for tier in own] == [TierStats, TierStats]
     for name in ("num_stored_chunks", "num_open_breakers", "cascaded_chunks", "promoted_chunks"):

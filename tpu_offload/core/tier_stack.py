@@ -4,10 +4,9 @@ All copies are between the host tier and one storage tier; nothing is copied fro
 planner decides on its own what its tier takes, evicts and gives back, with breakers, bounds and deadlines of its own.
 So a tier that is dead, frozen or full changes nothing for the others.
 
-What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now, one whose
-reads hang last. It reads the run of chunks that it has; the next run may come from another one. What has come from a far
-tier is offered to the nearer ones, as if it had been saved. Promotions of all tiers together take at most half of the
-host tier, and a request waits once for all of them.
+What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now, those whose
+reads hang last. It reads the run of chunks that it has; the next run may come from another one. What has come from a
+far tier is offered to the nearer ones, as if it had been saved. A request waits once for all of them.
 """
 
 import dataclasses
@@ -40,7 +39,13 @@ class TierStack:
         sizes = context.config.storage_chunks(context.layout)
         self._tiers = tuple(
             StoragePlanner(
-                context, tier, num_chunks=num_chunks, num_workers=num_workers, mark_lost=mark_lost, neighbors=self
+                context,
+                tier,
+                num_chunks=num_chunks,
+                num_tiers=len(sizes),
+                num_workers=num_workers,
+                mark_lost=mark_lost,
+                neighbors=self,
             )
             for tier, num_chunks in zip(context.config.storage_tiers, sizes, strict=True)
         )
@@ -126,10 +131,6 @@ class TierStack:
             tier.mark_slots_lost(first, end)
 
     # What a tier knows of the others.
-
-    def num_promoting(self) -> int:
-        """Chunks that promotions from all tiers are reading."""
-        return sum(tier.num_promoting for tier in self._tiers)
 
     def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
         """How far from `first` on the tiers together have a prefix, and seconds to read it, None if not known.

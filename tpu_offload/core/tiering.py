@@ -56,9 +56,6 @@ Keys = OrderedDict[ChunkKey, None]
 class TierNeighbors(Protocol):
     """What the planner of a tier knows of the others."""
 
-    def num_promoting(self) -> int:
-        """Chunks that promotions from all tiers are reading."""
-
     def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
         """How far from `first` on all tiers together have a prefix, and seconds to read it, None if not known."""
 
@@ -74,6 +71,7 @@ class StoragePlanner:
       context: the scheduler's shared state.
       tier: the settings of the tier.
       num_chunks: its capacity.
+      num_tiers: how many there are.
       num_workers: workers that report each step.
       mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
       neighbors: the other tiers, and this one.
@@ -85,6 +83,7 @@ class StoragePlanner:
         tier: StorageTierConfig,
         *,
         num_chunks: int,
+        num_tiers: int,
         num_workers: int,
         mark_lost: Callable[[Sequence[ChunkKey]], None],
         neighbors: TierNeighbors,
@@ -101,6 +100,7 @@ class StoragePlanner:
         self._timeout_s = config.job_timeout_s
         self._wait_s = config.storage_wait_s
         self._num_chunks = num_chunks
+        self._num_tiers = num_tiers
         self._max_in_flight = tier.max_chunks_in_flight(layout, blocks_per_chunk=config.blocks_per_chunk)
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
@@ -240,7 +240,7 @@ class StoragePlanner:
                     break
                 num_read += 1
             end += 1
-        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._index.num_slots // 2))
+        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._max_promoting))
         nbytes = (num_read + len(self._promoting)) * self._chunk_nbytes
         return end, self._costs.promotion_s(self.tier_id, nbytes, num_jobs=max(1, -(-num_read // most)))
 
@@ -387,12 +387,17 @@ class StoragePlanner:
         """The jobs in flight of this tier."""
         return [job for job in self._jobs.of(*kinds) if job.wire.tier_id == self.tier_id]
 
+    @property
+    def _max_promoting(self) -> int:
+        """Slots that promotions may hold: of half of the host tier an equal share, which no other tier can hold up."""
+        return self._index.num_slots // (2 * self._num_tiers)
+
     def _promotion_room(self) -> int:
-        """Chunks that a promotion may read now: with all tiers half of the host tier, and what may be in flight."""
+        """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
         if not self._reads.admits(_ACCOUNT):
             return 0
         in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
-        room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - self._neighbors.num_promoting())
+        room = min(_MAX_PROMOTIONS, in_flight, self._max_promoting - len(self._promoting))
         return max(0, room if self._reads.closed else min(room, 1))
 
     def _cascade_room(self, max_chunks: int) -> int:
@@ -537,11 +542,6 @@ class StoragePlanner:
             num_stored_chunks=len(self._stored),
             num_open_breakers=sum(not breaker.closed for breaker in self._breakers),
         )
-
-    @property
-    def num_promoting(self) -> int:
-        """Chunks that promotions are reading."""
-        return len(self._promoting)
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether a promotion in flight has taken so long that the tier probably hangs."""
