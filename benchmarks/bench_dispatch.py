@@ -1,9 +1,10 @@
 """How much host time does the library cost the engine's thread in each step?
 
 Measured with real caches and a real worker: idle steps, with and without the engine's loop over the running requests
-to find those that completed a block; the dispatch of saves and loads of 64 blocks, until control returns; a poll while
-copies are in flight. Also whether a dispatch thread would pay: the same call made directly, and handed to a waiting
-thread. The cases are interleaved, so that changes in machine load affect all of them.
+to find those that completed a block; idle steps and lookups above zero, one and two storage tiers; the dispatch of
+saves and loads of 64 blocks, until control returns; a poll while copies are in flight. Also whether a dispatch thread
+would pay: the same call made directly, and handed to a waiting thread. The cases are interleaved, so that changes in
+machine load affect all of them.
 
 Unlike a TPU or GPU, the CPU backend copies before the call returns. So the time inside the compiled programs is
 excluded from `save_*` and `load_*` (it is `*_in_program`), and replaced by `dispatch_of_none`, a call of the same
@@ -17,6 +18,7 @@ import concurrent.futures
 import contextlib
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
@@ -186,6 +188,40 @@ class Bench:
         glue.after_forward(plan, caches)
         return caches, glue.poll(wait=wait)
 
+    def steps_above_storage(self, directory: str) -> None:
+        """Idle steps, and lookups of new prompts, above so many storage tiers, which are in files and stay empty."""
+        sides = [self.make_side(directory, num_tiers) for num_tiers in range(3)]
+        for i in range(self.args.steps):
+            for num_tiers, (scheduler, worker) in enumerate(sides):
+                self.times(f"idle_{num_tiers}_storage_tiers", self.idle_step, scheduler, worker)
+                if i % 10 == 0:
+                    prompt = [BlockHash(self.rng.randbytes(16)) for _ in range(self.args.num_blocks)]
+                    num_tokens = len(prompt) * BLOCK_SIZE
+                    name = f"match_{num_tiers}_storage_tiers"
+                    self.times(name, scheduler.match, name, prompt, num_tokens=num_tokens, num_computed_tokens=0)
+                    scheduler.finish(name)
+        for _, worker in sides:
+            worker.close()
+
+    def make_side(self, directory: str, num_tiers: int) -> tuple[OffloadScheduler, OffloadWorker]:
+        places = [f"{directory}/{num_tiers}-{i},min_free_gb=0" for i in range(num_tiers)]
+        config = OffloadConfig.create(
+            num_cpu_chunks=self.args.num_blocks,
+            storage_tier=["file"] * num_tiers,
+            storage_options=places,
+            num_storage_chunks=[16] * num_tiers,
+        )
+        scheduler, worker = OffloadScheduler(config, self.layout), OffloadWorker(config, self.layout, self.caches)
+        worker.wait_until_allocated()
+        scheduler.apply(worker.poll())
+        return scheduler, worker
+
+    def idle_step(self, scheduler: OffloadScheduler, worker: OffloadWorker) -> None:
+        plan = scheduler.plan_step()
+        caches = worker.begin_step(plan, self.caches)
+        worker.end_step(plan, caches)
+        scheduler.apply(worker.poll())
+
     # Copies.
 
     def copies(self, num_requests: int) -> None:
@@ -276,6 +312,8 @@ class Bench:
         """Microseconds by name."""
         for num_running in self.args.num_running:
             self.idle_steps(num_running)
+        with tempfile.TemporaryDirectory() as directory:
+            self.steps_above_storage(directory)
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             for i in range(self.args.repeats + 5):
                 for num_requests in (1, self.args.num_blocks):
@@ -283,7 +321,7 @@ class Bench:
                 self.dispatch_here_and_in_a_thread(executor)
                 if i == 4:  # the first four were warm-up
                     for name, seconds in self.times.seconds.items():
-                        if not name.startswith("idle"):
+                        if not name.startswith("idle") and "storage" not in name:
                             seconds.clear()
         for num_requests in (1, self.args.num_blocks):
             name = f"{num_requests}_requests"

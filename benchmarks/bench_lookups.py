@@ -49,7 +49,7 @@ def make_scheduler(num_chunks: int, *, wait_s: float) -> OffloadScheduler:
     )
     scheduler = OffloadScheduler(config, LAYOUT)
     scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64))
-    scheduler._storage.adopt(0, (), is_shared=True)
+    scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
     return scheduler
 
 

@@ -203,6 +203,7 @@ PUBLIC = [
     "SwapMode",
     "TierEvent",
     "TierEventKind",
+    "TierStats",
     "Update",
     "Use",
     "WorkerSetup",

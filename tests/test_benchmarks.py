@@ -171,6 +171,7 @@ def test_dispatch(run):
         assert {"poll_in_flight", "dispatch_of_none_thread_result", "save_4_requests", "load_1_requests"} <= us.keys()
         assert us["idle_4_all_named"] > us["idle_4"] > us["idle_4_plan"] > 0
         assert us["idle_4_glue_decode_save_block_completed"] > 0
+        assert all(us[f"{what}_{num}_storage_tiers"] > 0 for what in ("idle", "match") for num in range(3))
         assert us["save_1_requests_end_step_in_program"] > 0
         assert result["us"]["save_1_requests"]["num"] == 2
 

@@ -60,15 +60,16 @@ GOOD = {
     "swap_gb": (" auto", "auto"),
     "swap_safety": ("0.5", 0.5),
     "swap_mode": ("recompute", SwapMode.RECOMPUTE),
-    "storage_tier": ("my.tiers:Tier", "my.tiers:Tier"),
-    "storage_options": ("/mnt/disk", "/mnt/disk"),
-    "num_storage_chunks": ("4096", 4096),
-    "storage_write_on": ("eviction", StorageWriteEvent.HOST_EVICTION),
-    "storage_admission": ("after_hit", StorageAdmission.AFTER_HIT),
+    "storage_tier": ("my.tiers:Tier", ("my.tiers:Tier",)),
+    "storage_options": ("/mnt/disk", ("/mnt/disk",)),
+    "num_storage_chunks": ("4096", (4096,)),
+    "storage_gb": ("0.5; 20", (0.5, 20.0)),
+    "storage_write_on": ("eviction", (StorageWriteEvent.HOST_EVICTION,)),
+    "storage_admission": ("after_hit", (StorageAdmission.AFTER_HIT,)),
     "storage_copy_path": ("hbm", StorageCopyPath.HBM),
     "storage_wait_s": ("0", 0.0),
     "storage_lookup_wait_s": ("0", 0.0),
-    "max_storage_gb_in_flight": ("0.25", 0.25),
+    "max_storage_gb_in_flight": ("0.25", (0.25,)),
     "job_timeout_s": ("2.5", 2.5),
     "breaker_failures": ("0", 0),
     "breaker_retry_s": ("0.5", 0.5),
@@ -153,9 +154,12 @@ BAD = {
     "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
     "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
     "load_mode": [("swap", "'auto', 'load' or 'recompute'")],
-    "storage_tier": [("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")],
+    "storage_tier": [
+        ("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_STORAGE_GB, or TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")
+    ],
     "storage_options": [],  # whatever the tier takes
-    "num_storage_chunks": [("-1", "greater than or equal to 0"), ("many", "integer")],
+    "num_storage_chunks": [("0", "greater than or equal to 1"), ("many", "integer")],
+    "storage_gb": [("0", "greater than 0"), ("inf", "finite number"), ("1TB", "number")],
     "storage_write_on": [("load", "'save' or 'eviction'")],
     "storage_admission": [("most", "'all', 'second_sighting' or 'after_hit'")],
     "storage_copy_path": [("address", "'auto', 'host' or 'hbm'")],
@@ -369,21 +373,26 @@ def test_an_unused_profile_is_warned_about(save_path, is_read, caplog):
 
 
 def test_a_size_without_a_storage_tier_is_warned_about(caplog):
-    assert from_env(num_storage_chunks="8").storage_chunks == 0
+    assert not from_env(num_storage_chunks="8").has_storage
     assert "TPU_OFFLOAD_NUM_STORAGE_CHUNKS is set but not used: TPU_OFFLOAD_STORAGE_TIER is empty" in caplog.text
 
 
 def test_storage_is_off_with_offloading():
-    assert from_env(num_storage_chunks="8", storage_tier="a:B").storage_chunks == 8
-    assert from_env(num_storage_chunks="8", storage_tier="a:B", host_gb="0").storage_chunks == 0
+    config = from_env(num_storage_chunks="8", storage_tier="a:B")
+    assert (config.has_storage, config.storage_chunks(make_layout())) == (True, (8,))
+    config = from_env(num_storage_chunks="8", storage_tier="a:B", host_gb="0")
+    assert (config.has_storage, config.storage_tiers, config.storage_chunks(make_layout())) == (False, (), ())
 
 
 @pytest.mark.parametrize(("gb", "num_chunks"), [(1e-9, 2), (4.9, 4), (4, 4)])
 def test_chunks_on_their_way_to_and_from_storage_fit_the_bound_or_are_one_each_way(gb, num_chunks):
     layout = make_layout(num_layers=4096 // 16, page_shape=(16, 64, 2, 128))  # 128 MiB a block
-    config = OffloadConfig.create(max_storage_gb_in_flight=gb, blocks_per_chunk=8)
+    config = OffloadConfig.create(
+        storage_tier="a:B", num_storage_chunks=8, max_storage_gb_in_flight=gb, blocks_per_chunk=8
+    )
     assert layout.block_nbytes_per_host * 8 == GB
-    assert config.max_storage_chunks_in_flight(layout) == num_chunks
+    (tier,) = config.storage_tiers
+    assert tier.max_chunks_in_flight(layout, blocks_per_chunk=8) == num_chunks
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def default_text(field):
     if isinstance(default, enum.Enum):
         return default.value
     if isinstance(default, tuple):
-        return ",".join(member.value for member in default)
+        return ",".join(getattr(value, "value", None) or f"{value:g}" for value in default)
     return f"{default:g}" if isinstance(default, float) else str(int(default))
 
 

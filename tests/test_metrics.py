@@ -9,8 +9,17 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.core.fakes import FakeEngine, tokens
-from tpu_offload import OffloadStats, StatsCollector
-from tpu_offload.metrics import GAUGES, METRICS, SWAP_FIELDS, MetricGroup, MetricKind, StatsLogger
+from tpu_offload import ConfigError, OffloadStats, StatsCollector
+from tpu_offload.metrics import (
+    GAUGES,
+    METRICS,
+    SWAP_FIELDS,
+    TIER_METRICS,
+    MetricGroup,
+    MetricKind,
+    StatsLogger,
+    TierStats,
+)
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -90,8 +99,30 @@ def test_the_tables_in_the_docs_are_the_declarations(page, prefix, group):
     assert rows == [(spec.series, spec.kind.value, spec.help) for spec in METRICS.values() if spec.group is group]
 
 
+def test_the_table_of_tiers_is_the_declarations():
+    rows = re.findall(
+        r"^\| `tpu_offload_(tier_\w+)` \| (counter|gauge) \| (.*) \|$", (DOCS / "tiers.md").read_text(), re.MULTILINE
+    )
+    assert rows == [(spec.series, spec.kind.value, spec.help) for spec in TIER_METRICS.values()]
+
+
+def test_every_count_of_a_tier_is_exported_with_its_label():
+    assert [field.name for field in dataclasses.fields(TierStats)] == ["tier", *TIER_METRICS]
+    tiers = [TierStats(tier="0:file", promoted_chunks=3), TierStats(tier="1:valkey", num_stored_chunks=5)]
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(OffloadStats, lambda: tiers))
+    for name, spec in TIER_METRICS.items():
+        assert (spec.kind is MetricKind.GAUGE) == (name in GAUGES)
+        for tier in tiers:
+            found = registry.get_sample_value(f"tpu_offload_{spec.series}", {"tier": tier.tier})
+            assert found == getattr(tier, name) == tier.as_dict()[name]
+    with pytest.raises(ConfigError, match="get_tier_stats is a int; expected a function"):
+        StatsCollector(OffloadStats, 5)  # type: ignore[arg-type]
+
+
 def test_every_series_in_the_docs_exists():
-    series = {spec.series for spec in METRICS.values()} | {"save_duration_seconds", "load_duration_seconds"}
+    series = {spec.series for specs in (METRICS, TIER_METRICS) for spec in specs.values()}
+    series |= {"save_duration_seconds", "load_duration_seconds"}
     for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
         named = re.findall(r"\bvllm:tpu_offload_(\w+)", page.read_text())
         assert set(named) <= series, page.name

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tpu_offload.hashing import BlockHasher
     from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
     from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
-    from tpu_offload.metrics import OffloadStats, StatsCollector
+    from tpu_offload.metrics import OffloadStats, StatsCollector, TierStats
     from tpu_offload.types import (
         BlockHash,
         CacheEpoch,
@@ -122,6 +122,7 @@ _MODULES = {
     "SwapMode": "tpu_offload.config",
     "TierEvent": "tpu_offload.core.engine_api",
     "TierEventKind": "tpu_offload.core.engine_api",
+    "TierStats": "tpu_offload.metrics",
     "Update": "tpu_offload.core.engine_api",
     "Use": "tpu_offload.core.policies",
     "WorkerSetup": "tpu_offload.types",
@@ -182,6 +183,7 @@ __all__ = [
     "SwapMode",
     "TierEvent",
     "TierEventKind",
+    "TierStats",
     "Update",
     "Use",
     "WorkerSetup",

@@ -1,7 +1,8 @@
 """Metrics: a snapshot for code, Prometheus series, and a log line.
 
 Each metric is declared once, at its field of `OffloadStats`: what it counts, its unit, and whether it is a counter or a
-gauge. The series here and those of the vLLM adapter, with names and help, are generated from that.
+gauge. The series here and those of the vLLM adapter, with names and help, are generated from that. The file is long
+because all declarations are in one place.
 
 Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
 steps pay nothing for them.
@@ -12,7 +13,7 @@ import enum
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, final
 
@@ -208,47 +209,48 @@ class OffloadStats:
         "promotions, deletions, look-ups) that are suspended because they keep failing. Requests are still served, by "
         "prefill. Alert when it is not 0.",
     )
-    num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tier; 0 without one.")
+    num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tiers; one that two of them have counts twice.")
     restored_chunks: int = _counter(
-        "chunks", "Chunks that the storage tier had from earlier runs when the engine started."
+        "chunks", "Chunks that the storage tiers had from earlier runs when the engine started."
     )
-    cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tier.")
-    cascaded_nbytes: int = _counter("bytes", "Bytes written to the storage tier, over all devices.")
-    promoted_chunks: int = _counter("chunks", "Chunks read from the storage tier into the host tier.")
-    promoted_nbytes: int = _counter("bytes", "Bytes read from the storage tier, over all devices.")
+    cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tiers.")
+    cascaded_nbytes: int = _counter("bytes", "Bytes written to the storage tiers, over all devices.")
+    promoted_chunks: int = _counter("chunks", "Chunks read from the storage tiers into the host tier.")
+    promoted_nbytes: int = _counter("bytes", "Bytes read from the storage tiers, over all devices.")
     promoted_tokens: int = _counter(
         "tokens",
-        "Tokens of the chunks that were read from the storage tier. Those that requests load are found_tokens.",
+        "Tokens of the chunks that were read from the storage tiers. Those that requests load are found_tokens.",
     )
     dropped_cascade_chunks: int = _counter(
         "chunks",
-        "Chunks never written to the storage tier: evicted from the host tier before, too many at once, or cascades "
+        "Chunks never written to a storage tier: evicted from the host tier before, too many at once, or cascades "
         "suspended. At a steady rate storage is slower than saves.",
     )
     dropped_demotion_chunks: int = _counter(
         "chunks",
-        "Evicted chunks that were not written to the storage tier: too many at once, storage had no room, or its "
+        "Evicted chunks that were not written to a storage tier: too many at once, storage had no room, or its "
         "copies are suspended. At a steady rate storage is slower than evictions.",
     )
     rejected_storage_chunks: int = _counter(
         "chunks",
-        "Chunks that admission kept out of the storage tier, counted each time they were saved, or with writes on "
+        "Chunks that admission kept out of a storage tier, counted each time they were saved, or with writes on "
         "eviction each time they were evicted.",
     )
     num_dropped_promotions: int = _counter(
         "lookups",
-        "Lookups whose next chunk was in storage and was not read: no room in flight or in the host tier, or "
-        "promotions suspended.",
+        "Lookups whose next chunk was in a storage tier that did not read it: no room in flight or in the host tier, "
+        "or promotions suspended. A farther tier may have.",
     )
     num_skipped_promotions: int = _counter(
         "lookups",
-        "Lookups whose next chunk was in storage and was not read, because computing it was estimated to be faster.",
+        "Lookups whose next chunk was in a storage tier that did not read it, because computing was estimated to be "
+        "faster.",
     )
     failed_storage_chunks: int = _counter(
         "chunks",
-        "Chunks whose copy to or from the storage tier failed or was late. Should be 0; the log has the reason.",
+        "Chunks whose copy to or from a storage tier failed or was late. Should be 0; the log has the reason.",
     )
-    num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from the storage tier to make room.")
+    num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from a storage tier to make room.")
     looked_up_storage_chunks: int = _counter(
         "chunks", "Chunks that a shared storage tier was asked for, because this engine does not know them."
     )
@@ -339,30 +341,82 @@ GAUGES = frozenset(name for name, spec in METRICS.items() if spec.kind is Metric
 SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is MetricGroup.SWAP)
 """Fields of `OffloadStats` that only engines with request swap report."""
 
+_TIER_HELP = {
+    "num_stored_chunks": "Chunks in this storage tier.",
+    "num_open_breakers": "Kinds of copies of this storage tier (cascades, promotions, deletions, look-ups) that are "
+    "suspended because they keep failing.",
+    "cascaded_chunks": "Chunks written from the host tier to this storage tier.",
+    "promoted_chunks": "Chunks read from this storage tier into the host tier.",
+    "failed_storage_chunks": "Chunks whose copy to or from this storage tier failed or was late.",
+}
+TIER_METRICS = MappingProxyType(
+    {
+        name: dataclasses.replace(METRICS[name], family=f"tier_{METRICS[name].family}", help=text)
+        for name, text in _TIER_HELP.items()
+    }
+)
+"""The declarations of the metrics of one storage tier, with the label `tier`, by field of `TierStats`."""
+
+
+@final
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TierStats:
+    """The counts of one storage tier, as in `OffloadStats`, which has those of all tiers together.
+
+    Attributes:
+      tier: its place, from 0, the nearest, and its name, such as `1:valkey`.
+    """
+
+    tier: str
+    num_stored_chunks: int = 0
+    num_open_breakers: int = 0
+    cascaded_chunks: int = 0
+    promoted_chunks: int = 0
+    failed_storage_chunks: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {name: getattr(self, name) for name in TIER_METRICS}
+
+
 _NAMES = tuple(METRICS)
 _values = operator.attrgetter(*_NAMES)
 
 
 class StatsCollector(Collector):
-    """Exports the statistics to Prometheus: `registry.register(StatsCollector(scheduler.stats))`.
+    """Exports the statistics: `registry.register(StatsCollector(scheduler.stats, scheduler.tier_stats))`.
 
     Args:
       get_stats: returns a fresh snapshot; called from the scraping thread.
+      get_tier_stats: likewise, of each storage tier; None exports only their sums.
     Raises:
-      ConfigError: `get_stats` is not callable.
+      ConfigError: one of them is not callable.
     """
 
-    def __init__(self, get_stats: Callable[[], OffloadStats]) -> None:
-        if not callable(get_stats):
-            raise ConfigError(f"get_stats is a {type(get_stats).__name__}; expected a function")
+    def __init__(
+        self, get_stats: Callable[[], OffloadStats], get_tier_stats: Callable[[], Sequence[TierStats]] | None = None
+    ) -> None:
+        for name, given in (("get_stats", get_stats), ("get_tier_stats", get_tier_stats or tuple)):
+            if not callable(given):
+                raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
         self._get_stats = get_stats
+        self._get_tier_stats = get_tier_stats or tuple
 
     def collect(self) -> Iterable[Metric]:
-        """One family per metric: `tpu_offload_<family>`."""
+        """One family per metric: `tpu_offload_<family>`; those of tiers with a sample for each."""
         stats = self._get_stats()
         for spec in METRICS.values():
-            family = GaugeMetricFamily if spec.kind is MetricKind.GAUGE else CounterMetricFamily
-            yield family(f"tpu_offload_{spec.family}", spec.help, value=getattr(stats, spec.field))
+            yield _family_type(spec)(f"tpu_offload_{spec.family}", spec.help, value=getattr(stats, spec.field))
+        tiers = self._get_tier_stats()
+        for spec in TIER_METRICS.values() if tiers else ():
+            family = _family_type(spec)(f"tpu_offload_{spec.family}", spec.help, labels=["tier"])
+            for tier in tiers:
+                family.add_metric([tier.tier], getattr(tier, spec.field))
+            yield family
+
+
+def _family_type(spec: MetricSpec) -> type[GaugeMetricFamily] | type[CounterMetricFamily]:
+    return GaugeMetricFamily if spec.kind is MetricKind.GAUGE else CounterMetricFamily
 
 
 class StatsLogger:
@@ -422,7 +476,7 @@ def _swap_text(stats: OffloadStats) -> str:
 
 
 def _storage_text(stats: OffloadStats) -> str:
-    """The part of the log line about the storage tier; empty without one, or while it is empty."""
+    """The part of the log line about the storage tiers; empty without any, or while they are empty."""
     if not (stats.cascaded_chunks or stats.promoted_chunks):
         return ""
     return (

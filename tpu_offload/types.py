@@ -127,8 +127,9 @@ class CopyJob:
         blocks is copied in pieces of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
       prefixes: of chunks that storage may have, in the order of a prompt; only of a look-up.
-      deleted_keys: chunks that storage deletes, before it writes any; only of a cascade.
-      clears_storage: storage is emptied, durably, before all else; only of a cascade.
+      deleted_keys: chunks that the tier deletes, before it writes any; only of a cascade.
+      clears_storage: the tier is emptied, durably, before all else; only of a cascade.
+      tier_id: the storage tier of a storage job, 0 for the nearest.
       rank: the data-parallel rank whose blocks they are, set by `RankPlans`; 0 with one rank.
     """
 
@@ -141,6 +142,7 @@ class CopyJob:
     deleted_keys: tuple[ChunkKey, ...] = ()
     clears_storage: bool = False
     prefixes: tuple[tuple[ChunkKey, ...], ...] = ()
+    tier_id: int = 0
     rank: int = 0
 
     @property
@@ -171,7 +173,8 @@ class CopyJob:
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        storage = (self.chunks, self.deleted_keys, self.clears_storage, self.prefixes) if self.kind.of_storage else ()
+        of_storage = self.chunks, self.deleted_keys, self.clears_storage, self.prefixes, self.tier_id
+        storage = of_storage if self.kind.of_storage else ()
         return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
 
@@ -189,6 +192,7 @@ def _unpickle_job(
     deleted_keys: tuple[ChunkKey, ...] = (),
     clears_storage: bool = False,
     prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
+    tier_id: int = 0,
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -205,6 +209,7 @@ def _unpickle_job(
         deleted_keys=deleted_keys,
         clears_storage=clears_storage,
         prefixes=prefixes,
+        tier_id=tier_id,
     )
 
 
@@ -339,9 +344,9 @@ class WorkerSetup:
       load_path: likewise for loads.
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
-      storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
-      stored_keys: chunks that the storage tier of this worker had when it started, oldest first; of a shared one none.
-      shares_storage: whether other engines use its storage tier, too, so that it has to be asked what it has.
+      storage_chunks: capacity of each storage tier, nearest first, as in the settings; empty without one.
+      stored_keys: by tier, the chunks that it had on this worker when that started, oldest first; of a shared one none.
+      shares_storage: by tier, whether other engines use it, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 
@@ -356,9 +361,9 @@ class WorkerSetup:
     load_path: str
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
-    storage_chunks: int = 0
-    stored_keys: tuple[ChunkKey, ...] = ()
-    shares_storage: bool = False
+    storage_chunks: tuple[int, ...] = ()
+    stored_keys: tuple[tuple[ChunkKey, ...], ...] = ()
+    shares_storage: tuple[bool, ...] = ()
     segment_states: int = 0
     rival: int = 0
 

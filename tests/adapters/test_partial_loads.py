@@ -227,7 +227,7 @@ def test_a_cascade_in_a_step_with_invalid_blocks_ends_with_it():
     storage = {"storage_tier": "tests.storage.memory_tier:MemoryTier", "num_storage_chunks": 100}
     stack, tokens = make(sync_load=True, **storage)
     stack.drain()
-    planner = stack.offload._storage
+    planner = stack.offload._storage.tiers[0]
     keys = list(planner._stored)
     assert keys
     planner._stored.clear()

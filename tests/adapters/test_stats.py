@@ -10,7 +10,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, hold_saves, make_stack, prompt, save_prompt
+from tpu_offload import OffloadStats, TierStats
 from tpu_offload.adapters.vllm import TPUOffloadConnector
+from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
 from tpu_offload.metrics import METRICS, MetricGroup
 
 pytestmark = pytest.mark.vllm
@@ -70,6 +72,27 @@ def test_statistics_add_up_and_reach_prometheus():
     line = total.reduce()
     assert line["Loaded tokens"] == 40
     assert not total.is_empty()
+
+
+def test_each_storage_tier_has_series_with_its_label():
+    registry = CollectorRegistry()
+    kinds = {
+        kind: lambda kind=kind, **kwargs: kind(registry=registry, **kwargs) for kind in (Gauge, Counter, Histogram)
+    }
+    config = make_stack().config
+    metrics = TPUOffloadConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    first = (TierStats(tier="0:file", promoted_chunks=3, num_stored_chunks=7), TierStats(tier="1:valkey"))
+    later = (TierStats(tier="0:file", promoted_chunks=5), TierStats(tier="1:valkey", promoted_chunks=1))
+    total = OffloadConnectorStats.of(OffloadStats(), [], tier_counts(first, ()))
+    total.aggregate(OffloadConnectorStats.of(OffloadStats(), [], tier_counts(later, first)))
+    metrics.observe(total.data, 0)
+
+    def of(name, tier):
+        labels = {"model_name": "m", "engine": "0", "tier": tier}
+        return registry.get_sample_value(f"vllm:tpu_offload_tier_{name}", labels)
+
+    assert (of("promoted_chunks_total", "0:file"), of("promoted_chunks_total", "1:valkey")) == (5, 1)
+    assert (of("stored_chunks", "0:file"), of("stored_chunks", "1:valkey")) == (0, 0)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""A scheduler with a storage tier, and workers that move names of bytes, so that a test sees whose KV a block holds."""
+"""A scheduler with storage tiers, and workers that move names of bytes, so that a test sees whose KV a block holds."""
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -17,13 +17,24 @@ class StorageWorker(FakeWorker):
     """Cascades and demotions capture their slots in the step of their plan; promotions land when they are finished.
 
     What a copy writes is junk from its dispatch to its end.
+
+    Attributes:
+      storages: by tier, what it holds.
+      most_stored: by tier, the most chunks that it ever held.
+      frozen: tiers whose jobs do not end.
     """
 
     def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 4, incarnation: int = 0) -> None:
         super().__init__(worker_id, num_host_chunks=num_host_chunks)
         self.incarnation = incarnation
-        self.storage: dict[ChunkKey, bytes] = {}
-        self.most_stored = 0
+        self.storages: defaultdict[int, dict[ChunkKey, bytes]] = defaultdict(dict)
+        self.most_stored: defaultdict[int, int] = defaultdict(int)
+        self.frozen: set[int] = set()
+
+    @property
+    def storage(self) -> dict[ChunkKey, bytes]:
+        """What the nearest tier holds."""
+        return self.storages[0]
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         self._capture(plan, JobKind.DEMOTE)
@@ -50,33 +61,38 @@ class StorageWorker(FakeWorker):
         self, num_jobs: int | None = None, *, fail: bool = False, failed_blocks: tuple[int, ...] = ()
     ) -> list[JobResult]:
         results = []
+        is_held = [job.kind.of_storage and job.tier_id in self.frozen for job, _ in self.in_flight]
+        held = list(itertools.compress(self.in_flight, is_held))
+        self.in_flight = [entry for entry, is_one in zip(self.in_flight, is_held, strict=True) if not is_one]
         for job, content in self.in_flight[:num_jobs]:
             if not job.kind.of_storage:
                 results += super().finish(1, fail=fail, failed_blocks=failed_blocks)
                 continue
             del self.in_flight[0]
             results.append(self._end(job, content, fail=fail, failed_blocks=failed_blocks))
+        self.in_flight = held + self.in_flight
         return results
 
     def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
         self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
         if fail:
             return JobResult(job_id=job.job_id, state=JobState.FAILED, error="injected", failed_blocks=failed_blocks)
-        found = tuple([num_leading(self.storage, prefix) for prefix in job.prefixes])
+        found = tuple([num_leading(self.storages[job.tier_id], prefix) for prefix in job.prefixes])
         return JobResult(job_id=job.job_id, state=JobState.FINISHED, num_found=found)
 
     def _move(self, job: CopyJob, content: list[bytes], bad: set[int], *, fail: bool) -> None:
+        storage = self.storages[job.tier_id]
         if job.clears_storage and not fail:
-            self.storage.clear()
+            storage.clear()
         for i, key in enumerate(job.deleted_keys, len(job.chunks)):
             if i not in bad:
-                self.storage.pop(key, None)
+                storage.pop(key, None)
         for i, (key, slot) in enumerate(job.chunks):
             if job.kind is JobKind.PROMOTE:
-                self.host[slot] = POISON if i in bad else self.storage[key]
+                self.host[slot] = POISON if i in bad else storage[key]
             else:
-                self.storage[key] = POISON if i in bad else content[i]
-        self.most_stored = max(self.most_stored, len(self.storage))
+                storage[key] = POISON if i in bad else content[i]
+        self.most_stored[job.tier_id] = max(self.most_stored[job.tier_id], len(storage))
 
     def of_kind(self, kind: JobKind) -> list[CopyJob]:
         """The jobs in flight of one kind."""
@@ -120,17 +136,18 @@ def num_leading(stored: Container[ChunkKey], keys: Iterable[ChunkKey]) -> int:
 
 
 class StorageEngine(FakeEngine):
-    """A host tier of four chunks, each of one block, above storage of 16."""
+    """A host tier of four chunks, each of one block, above storage of 16, or of what `sizes` says for each tier."""
 
     workers: list[StorageWorker]  # type: ignore[assignment]
     worker_type: type[StorageWorker] = StorageWorker
 
-    def __init__(self, *, num_workers: int = 1, num_host_chunks: int = 4, **settings: Any) -> None:
-        make = self.worker_type
-        workers: list[FakeWorker] = [make(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
+    def __init__(
+        self, *, num_workers: int = 1, num_host_chunks: int = 4, sizes: tuple[int, ...] = (16,), **settings: Any
+    ) -> None:
+        workers: list[FakeWorker] = [self.worker_type(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
         defaults: dict[str, Any] = {
-            "storage_tier": NAME,
-            "num_storage_chunks": 16,
+            "storage_tier": (NAME,) * len(sizes),
+            "num_storage_chunks": sizes,
             "num_cpu_chunks": num_host_chunks,
             "save_path": "direct",
             "load_path": "direct",
@@ -177,10 +194,12 @@ class StorageEngine(FakeEngine):
         self.scheduler.check_invariants()
 
     def check_storage(self, prompts: list[list[int]]) -> None:
-        """What the scheduler takes for stored is on every worker, with the right bytes."""
+        """What the scheduler takes for stored in a tier is there on every worker, with the right bytes."""
         names = dict(pair for prompt in prompts for pair in zip(self.keys(prompt), self.hashes(prompt), strict=True))
-        for key in self.scheduler._storage._stored:
-            assert [worker.storage.get(key) for worker in self.workers] == [names[key]] * len(self.workers)
+        for tier in self.scheduler._storage.tiers:
+            for key in tier.stored_keys():
+                found = [worker.storages[tier.tier_id].get(key) for worker in self.workers]
+                assert found == [names[key]] * len(self.workers)
 
 
 class SharedEngine(StorageEngine):
@@ -191,7 +210,8 @@ class SharedEngine(StorageEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for worker in self.workers:
-            self.scheduler._storage.adopt(worker.worker_id, (), is_shared=True)
+            for tier in self.scheduler._storage.tiers:
+                tier.adopt(worker.worker_id, (), is_shared=True)
 
     def others_store(self, prompt: list[int], *numbers: int, workers: Iterable[int] | None = None) -> None:
         """Some chunks of a prompt, all without `numbers`, are in the storage of some workers, by default of all."""

@@ -1,4 +1,4 @@
-"""Random lives of a scheduler with a storage tier, and the rules that must hold in each."""
+"""Random lives of a scheduler with one or two storage tiers, and the rules that must hold in each."""
 
 import random
 from collections import Counter
@@ -16,6 +16,8 @@ _MAX_UNANSWERED = 2  # look-ups that are in flight when the breaker opens
 
 def live(seed: int, *, num_turns: int = 120) -> None:
     """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
+
+    With two tiers, one of them freezes now and then: its jobs end when it is thawed, after their timeout or before.
 
     Raises:
       AssertionError: a rule was broken: other bytes were loaded or stored than a request's tokens give, storage holds
@@ -41,18 +43,19 @@ class _Life:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.admission = rng.choice(["all", "second_sighting", "after_hit"])
+        self.num_tiers = num = rng.choice([1, 2])
+        self.admissions = rng.choices(["all", "second_sighting", "after_hit"], k=num)
         self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
         self.engine = self.engine_type(
             **self.settings(rng),
             num_workers=rng.choice([1, 2]),
             num_host_chunks=rng.choice([4, 9]),
-            num_storage_chunks=rng.choice([3, 10, 40]),
+            sizes=tuple(rng.choices([3, 10, 40], k=num)),
             job_timeout_s=8.0,
             breaker_failures=rng.choice([0, 3]),
-            max_storage_gb_in_flight=rng.choice([1e-9, 8 * 512 / 2**30]),
-            storage_write_on=rng.choice(["save", "eviction"]),
-            storage_admission=self.admission,
+            max_storage_gb_in_flight=rng.choices([1e-9, 8 * 512 / 2**30], k=num),
+            storage_write_on=rng.choices(["save", "eviction"], k=num),
+            storage_admission=self.admissions,
             load_mode=self.load_mode,
             save_wait_s=_WAIT_S,
             storage_wait_s=_WAIT_S,
@@ -148,6 +151,10 @@ class _Life:
             for name, request in engine.requests.items():  # they contain chunks of the new namespace now
                 for key in engine.keys(request.tokens):
                     self.seen.setdefault(key, set()).add(name)
+        if self.num_tiers > 1 and rng.random() < 0.1:
+            frozen = set() if rng.random() < 0.5 else {rng.randrange(self.num_tiers)}
+            for worker in engine.workers:
+                worker.frozen = frozen
         if self.fault_rate and rng.random() < 0.05:
             worker = rng.choice(engine.workers)
             slot = rng.randrange(worker.num_host_chunks)
@@ -163,13 +170,19 @@ class _Life:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
         engine.check_storage(self.prompts)
-        stored = engine.scheduler._storage._stored
-        limit = engine.scheduler._storage._num_chunks
-        assert all(worker.most_stored <= limit for worker in engine.workers), "storage holds more than it may"
-        if self.admission == "second_sighting":
-            assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
-        if self.admission == "after_hit":
-            assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
+        for tier, admission in zip(engine.scheduler._storage.tiers, self.admissions, strict=True):
+            stored, limit = tier.stored_keys(), tier._num_chunks
+            most = [worker.most_stored[tier.tier_id] for worker in engine.workers]
+            assert max(most) <= limit, "a tier holds more than it may"
+            assert len(tier._writing) + len(tier._promoting) <= tier._max_in_flight, (
+                "more chunks of a tier are in flight than may be"
+            )
+            if admission == "second_sighting":
+                assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
+            if admission == "after_hit":
+                assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
+        promoting = len(engine.scheduler._storage.pending())
+        assert promoting <= max(worker.num_host_chunks for worker in engine.workers) // 2, "promotions fill the host"
 
 
 class _SharedLife(_Life):
@@ -239,7 +252,9 @@ class _SharedLife(_Life):
     def _check(self) -> None:
         engine = self.engine
         namespace = engine.scheduler._context.keys.namespace
-        assert all(key.endswith(namespace) for key in engine.scheduler._storage._stored), "it is of before the reset"
+        assert all(key.endswith(namespace) for key in engine.scheduler._storage.stored_keys()), (
+            "it is of before the reset"
+        )
         for key, num_asked in self.num_asked.items():
             assert num_asked <= len(self.seen[key]), "a request asks for a chunk twice"
         for worker in engine.workers:

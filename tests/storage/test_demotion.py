@@ -11,11 +11,11 @@ A, B, C = prompt(1), prompt(2), prompt(3)
 
 def make(*, num_workers=1, num_host_chunks=4, **settings):
     settings = {"storage_write_on": "eviction", "num_storage_chunks": 64} | settings
-    return StorageEngine(num_workers=num_workers, num_host_chunks=num_host_chunks, **settings)
+    return StorageEngine(num_workers=num_workers, num_host_chunks=num_host_chunks, sizes=(64,), **settings)
 
 
 def stored(engine):
-    return list(engine.scheduler._storage._stored)
+    return list(engine.scheduler._storage.tiers[0]._stored)
 
 
 def demoted(plan):
@@ -125,11 +125,11 @@ def test_storage_never_holds_more_than_it_may_and_keeps_taking_chunks(num_chunks
     prompts = [prompt(i) for i in range(12)]
     for tokens in prompts:
         engine.fill(tokens)
-    assert engine.workers[0].most_stored <= num_chunks
+    assert engine.workers[0].most_stored[0] <= num_chunks
     newest = {key for tokens in prompts[-6:] for key in engine.keys(tokens)}
     assert newest & set(stored(engine)), "it does not stop when it is full"
     engine.check_storage(prompts)
-    assert set(engine.workers[0].storage) - set(stored(engine)) <= set(engine.scheduler._storage._to_delete)
+    assert set(engine.workers[0].storage) - set(stored(engine)) <= set(engine.scheduler._storage.tiers[0]._to_delete)
 
 
 def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
@@ -137,7 +137,7 @@ def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
     engine = make()
     engine.fill(A)
     engine.fill(B)
-    storage = engine.scheduler._storage
+    storage = engine.scheduler._storage.tiers[0]
     assert set(stored(engine)) == set(engine.keys(A))
     for key in engine.keys(A):
         storage._forget(key)
@@ -185,7 +185,7 @@ def test_a_reset_drops_what_was_to_be_demoted():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)  # evicts for a promotion
-    assert engine.scheduler._storage._victims
+    assert engine.scheduler._storage.tiers[0]._victims
     engine.scheduler.reset()
     engine.scheduler.check_invariants()
     assert demoted(engine.turn()) == []
@@ -198,7 +198,7 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)
-    victims = dict(engine.scheduler._storage._victims)
+    victims = dict(engine.scheduler._storage.tiers[0]._victims)
     lost = min(victims.values())
     engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
     engine.apply(engine.workers[0], [])

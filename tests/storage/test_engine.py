@@ -29,7 +29,7 @@ def make_offload(**changes):
 
 
 def tier_of(engine):
-    return engine._offload._worker._storage._io.tier
+    return engine._offload._worker._storage.tiers[0]._io.tier
 
 
 def settle(engine):

@@ -25,7 +25,7 @@ def engine():
 
 
 def lookups(engine):
-    return engine.scheduler._storage._lookups
+    return engine.scheduler._storage.tiers[0]._lookups
 
 
 def asked(plan):
@@ -131,8 +131,8 @@ def test_what_others_have_stored_is_not_written_again(engine):
     engine.add("b", B)
     engine.step({"b": 16})
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert len(engine.scheduler._storage._candidates) == 4, "saved, and to be written"
-    engine.scheduler._storage._add_found(engine.keys(B)[:3])
+    assert len(engine.scheduler._storage.tiers[0]._candidates) == 4, "saved, and to be written"
+    engine.scheduler._storage.tiers[0]._add_found(engine.keys(B)[:3])
     (job,) = engine.turn().of(JobKind.CASCADE)
     assert [key for key, _ in job.chunks] == engine.keys(B)[3:]
     engine.rest()
@@ -358,17 +358,17 @@ def test_the_wait_ends_where_computing_would():
 )
 def test_how_long_a_look_up_is_worth_waiting_for(mode, load_s, recompute_s, wait_s):
     costs = LoadCosts(mode, clock=lambda: 100.0)
-    costs.observe_promotion(1, 1.0)
-    assert costs.lookup_wait_s(load_s, recompute_s, default_s=0.5) == wait_s
+    costs.observe_promotion(0, 1, 1.0)
+    assert costs.lookup_wait_s(0, load_s, recompute_s, default_s=0.5) == wait_s
 
 
 def test_an_old_measurement_of_storage_counts_as_none():
     now_s = [100.0]
     costs = LoadCosts(LoadMode.AUTO, clock=lambda: now_s[0])
-    costs.observe_promotion(1, 1.0)
+    costs.observe_promotion(0, 1, 1.0)
     now_s[0] += 31.0
-    assert costs.lookup_wait_s(9.0, 0.2, default_s=0.5) == 0.2
-    assert costs.prefers_promotion(9.0, 0.2), "asking has not used up the one read that measures storage again"
+    assert costs.lookup_wait_s(0, 9.0, 0.2, default_s=0.5) == 0.2
+    assert costs.prefers_promotion(0, 9.0, 0.2), "asking has not used up the one read that measures storage again"
 
 
 def test_a_dead_server_costs_a_few_short_waits():
@@ -439,7 +439,7 @@ def test_a_reset_before_the_answer(engine):
     assert engine.scheduler.stats().found_storage_chunks == 0
     assert set(old).isdisjoint(engine.keys(A))
     assert engine.match("a", A).state is MISS, "nobody else has keys of this namespace"
-    engine.scheduler._storage.adopt(0, (), is_shared=True)
+    engine.scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
     assert engine.match("b", A).state is MISS, "not even once a worker has restarted"
 
 
@@ -456,7 +456,7 @@ def test_a_worker_that_restarts_before_the_answer(engine):
     engine.others_store(A)
     engine.match("a", A)
     turn(engine, lookups="late")
-    engine.scheduler._storage.adopt(0, (), is_shared=True)
+    engine.scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
     turn(engine)
     assert stored(engine) == known
     assert engine.match("b", A).state is ARRIVING
@@ -491,7 +491,7 @@ def test_what_is_being_written_is_not_stored_yet(engine):
     engine.apply(engine.workers[0], engine.workers[0].finish())
     engine.step()
     assert engine.workers[0].of_kind(JobKind.CASCADE)
-    engine.scheduler._storage._add_found(engine.keys(B))
+    engine.scheduler._storage.tiers[0]._add_found(engine.keys(B))
     engine.scheduler.check_invariants()
     assert not stored(engine)
 

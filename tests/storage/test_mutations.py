@@ -37,7 +37,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("a reset keeps what is to be demoted", "StoragePlanner.plan", "self._victims = {}", "pass"),
-    Mutation("all that is evicted is admitted", "StoragePlanner._note_evicted", "self._admission.admits(key)", "True"),
+    Mutation("all that is evicted is admitted", "StoragePlanner.note_evicted", "self._admission.admits(key)", "True"),
     Mutation("all that is saved is admitted", "StoragePlanner.offer", "self._admission.admits(key)", "True"),
     Mutation("one sighting is enough", "AdmissionFilter.__init__", "2 if _ else 1", "1"),
     Mutation("sightings count as hits", "AdmissionFilter.observe", "self._counts_sightings", "True"),
@@ -62,6 +62,22 @@ MUTATIONS = (
         "StoragePlanner._end_cascade",
         "self._forget(key)",
         "self._stored[key] = None",
+    ),
+    Mutation("all jobs go to the nearest tier", "StoragePlanner._plan", "self.tier_id", "0"),
+    Mutation("a tier takes the jobs of all for its own", "StoragePlanner._own_jobs", "_1 == self.tier_id", "True"),
+    Mutation("all jobs end in the nearest tier", "TierStack._ended", "self._tiers[_1]", "self._tiers[0]"),
+    Mutation("a reset clears the nearest tier alone", "TierStack.reset", "self._tiers", "self._tiers[:1]"),
+    Mutation(
+        "promotions of each tier take half of the host tier",
+        "StoragePlanner._promotion_room",
+        "self._max_promoting",
+        "self._index.num_slots // 2",
+    ),
+    Mutation(
+        "chunks that are being read take no memory",
+        "StoragePlanner._promotion_room",
+        "in_flight = _1",
+        "in_flight = self._max_in_flight - len(self._writing)",
     ),
 )
 

@@ -27,7 +27,7 @@ def away(*, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage._stored)
+    return list(engine.scheduler._storage.tiers[0]._stored)
 
 
 def states(engine, tokens):
@@ -118,7 +118,7 @@ def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
 
 def test_half_of_what_may_be_in_flight_is_written_at_a_time():
     engine = StorageEngine(num_host_chunks=64, max_storage_gb_in_flight=6 * 512 / 2**30)
-    assert engine.scheduler._storage._max_in_flight == 6
+    assert engine.scheduler._storage.tiers[0]._max_in_flight == 6
     engine.serve("a", prompt(1, num_blocks=10))
     sizes = []
     while engine.scheduler.has_jobs:
@@ -219,7 +219,7 @@ def test_a_prefix_that_hbm_has_is_read_only_with_what_comes_before_it():
 
 def test_a_hole_in_what_is_stored_ends_a_promotion():
     engine = away()
-    engine.scheduler._storage._forget(engine.keys(A)[1])
+    engine.scheduler._storage.tiers[0]._forget(engine.keys(A)[1])
     engine.match("a", A)
     assert states(engine, A) == [ChunkState.PENDING, None, None, None]
     engine.rest()
@@ -256,7 +256,7 @@ def test_storage_never_holds_more_than_it_may(num_chunks):
     prompts = [prompt(i) for i in range(6)]
     for tokens in prompts:
         engine.fill(tokens)
-    assert engine.workers[0].most_stored == num_chunks
+    assert engine.workers[0].most_stored[0] == num_chunks
     assert len(stored(engine)) == num_chunks
     assert engine.scheduler.stats().num_evicted_storage_chunks > 0
     engine.check_storage(prompts)
@@ -283,12 +283,12 @@ def test_a_deletion_that_fails_is_done_again_and_room_is_not_given_twice():
         engine.turn(fail=True)
     else:
         raise AssertionError("an idle engine would spin")
-    assert engine.workers[0].most_stored == 4
+    assert engine.workers[0].most_stored[0] == 4
     assert engine.scheduler.stats().dropped_cascade_chunks > 0
     engine.clock.now_s += 100.0  # the breaker admits again
     engine.fill(C)
     engine.fill(prompt(4))
-    assert engine.workers[0].most_stored == 4
+    assert engine.workers[0].most_stored[0] == 4
     engine.check_storage([A, B, C, prompt(4)])
 
 
@@ -577,7 +577,7 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
         max_swap_blocks=0,
     )
     with pytest.raises(
-        ConfigError, match=r"worker 0 has storage_chunks=0, the scheduler has 5.*TPU_OFFLOAD_STORAGE_TIER"
+        ConfigError, match=r"worker 0 has storage_chunks=\(\), the scheduler has \(5,\).*TPU_OFFLOAD_STORAGE_TIER"
     ):
         scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=4, incarnation=1, setup=setup))
 

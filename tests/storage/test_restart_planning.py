@@ -10,7 +10,7 @@ OTHER = ChunkKey(b"of another namespace, or of another model")
 
 
 def planner(engine):
-    return engine.scheduler._storage
+    return engine.scheduler._storage.tiers[0]
 
 
 def store(engine, *prompts):

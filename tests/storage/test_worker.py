@@ -29,7 +29,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
-from tpu_offload.worker import OffloadWorker, storage_io
+from tpu_offload.worker import OffloadWorker, storage_io, storage_stack
 
 SIZE = BLOCKS_PER_CHUNK
 
@@ -44,7 +44,7 @@ class StorageEngine(Engine):
 
     @property
     def storage(self):
-        return self.worker._storage
+        return self.worker._storage.tiers[0]
 
     @property
     def disk(self):
@@ -246,8 +246,9 @@ def test_only_threads_of_its_own_call_the_tier():
     delete = engine.cascade(deleted=(1,))
     engine.step(saves=[delete])
     assert engine.done(delete).state is FINISHED
-    names = {name.rsplit("-", 1)[0] for name in engine.disk.threads}
-    assert names == {"tpu_offload-storage-read", "tpu_offload-storage-write"}
+    names = {name.split("-", 3)[2] for name in engine.disk.threads}
+    assert names == {"read", "write"}
+    assert all(name.startswith("tpu_offload-storage-") for name in engine.disk.threads)
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("tpu_offload-storage"))
 
 
@@ -664,7 +665,7 @@ def test_several_hosts_are_refused_in_one_line():
     config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=1)
     layout = Engine().layout
     with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_STORAGE_TIER=.* several hosts is not supported yet"):
-        storage_io.StorageCopies(
+        storage_stack.StorageStack(
             config,
             layout,
             [types.SimpleNamespace(sharding=sharding)],
@@ -707,7 +708,7 @@ def test_close_ends_threads_and_tier():
 
 @pytest.mark.parametrize("failing", [set(), {"close"}])
 def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch):
-    monkeypatch.setattr(storage_io, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(storage_stack, "_CLOSE_S", 0.05)
     engine = StorageEngine(job_timeout_s=0.1)
     engine.fill([0])
     engine.disk.gates["write"] = gate = threading.Event()
@@ -720,8 +721,8 @@ def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch)
         gate.set()
         assert engine.done(cascade).state is FINISHED
     engine.worker.close()
-    assert ("the storage tier hangs" in caplog.text) != bool(failing)
-    assert ("the storage tier failed to close: OSError: injected" in caplog.text) == bool(failing)
+    assert ("storage tier 0:tests.storage.memory_tier:FaultyTier hangs" in caplog.text) != bool(failing)
+    assert ("failed to close: OSError: injected" in caplog.text) == bool(failing)
     assert disk.num_closed == 0
     gate.set()
 
@@ -829,10 +830,10 @@ def test_close_ends_threads_that_wait_for_a_clear():
 
 def test_the_first_reports_list_what_is_stored():
     engine = StorageEngine(tier=NAME)
-    assert engine.worker.poll().setup.stored_keys == ()
+    assert engine.worker.poll().setup.stored_keys == ((),)
     tier = f"{__name__}:Listing"
     engine = StorageEngine(tier=tier)
-    assert engine.worker.poll().setup.stored_keys == (key_of(1), key_of(2))
+    assert engine.worker.poll().setup.stored_keys == ((key_of(1), key_of(2)),)
     with pytest.raises(ConfigError, match=r"what it has stored cannot be listed \(OSError: Input/output"):
         StorageEngine(tier=f"{__name__}:Unlistable")
 

@@ -69,7 +69,7 @@ def command(
     if restarts and (is_preempt or processes > 1):
         raise InputError("--restart with --preempt or --processes; expected one of them")
     offload = OffloadConfig.from_env()
-    if restarts and not offload.storage_chunks:
+    if restarts and not offload.has_storage:
         raise InputError("--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER, such as file, and its size")
     check_backend()
     if is_preempt:

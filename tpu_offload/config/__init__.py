@@ -14,6 +14,7 @@ from tpu_offload.config.choices import (
 from tpu_offload.config.environment import ENV_PREFIX
 from tpu_offload.config.options import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, OffloadConfig
 from tpu_offload.config.segments import HostSegments
+from tpu_offload.config.storage_tiers import StorageTierConfig
 
 __all__ = [
     "DEFAULT_EVICTION_POLICY",
@@ -28,6 +29,7 @@ __all__ = [
     "SaveEvent",
     "StorageAdmission",
     "StorageCopyPath",
+    "StorageTierConfig",
     "StorageWriteEvent",
     "SwapMode",
 ]

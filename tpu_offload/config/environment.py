@@ -79,8 +79,13 @@ def one_line_error(error: pydantic.ValidationError, *, known: Collection[str], n
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """The known name that is most like this one."""
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    """The known name that is most like this one: has most words in common, and of those is most alike in letters."""
+
+    def likeness(other: str) -> tuple[float, float]:
+        words = difflib.SequenceMatcher(None, name.split("_"), other.split("_"))
+        return words.ratio(), difflib.SequenceMatcher(None, other, name).ratio()
+
+    return max(known, key=likeness)
 
 
 def _unknown(name: str, known_name: str) -> str:

@@ -27,10 +27,10 @@ from tpu_offload.config.choices import (
 )
 from tpu_offload.config.environment import env_name, one_line_error, read_settings
 from tpu_offload.config.segments import HostSegments
+from tpu_offload.config.storage_tiers import STORAGE_SIZES, StorageTierConfig, make_storage_tiers, split_per_tier
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction
-from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -216,28 +216,34 @@ class OffloadConfig(pydantic.BaseModel):
         description="`auto` swaps a preempted request if that is faster than recompute, by measured rates; `swap` and "
         "`recompute` force one.",
     )
-    storage_tier: str = Field(
-        "",
-        description="Storage tier below the host tier: `file`, or `module:Class` of your own; empty for none. Not for "
-        "models that span several hosts.",
+    storage_tier: tuple[str, ...] = Field(
+        (),
+        description="Storage tiers below the host tier, nearest first: `file`, `object`, `valkey`, or `module:Class` "
+        "of your own, separated by `;`. So are the settings of tiers below: one value for each. Not for models that "
+        "span several hosts.",
     )
-    storage_options: str = Field(
-        "", description="Options of the storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."
+    storage_options: tuple[str, ...] = Field(
+        (), description="Options of each storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."
     )
-    num_storage_chunks: int = Field(
-        0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."
+    num_storage_chunks: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
+        (), description="Size of each storage tier in chunks; a tier needs this or `TPU_OFFLOAD_STORAGE_GB`."
     )
-    storage_write_on: StorageWriteEvent = Field(
-        StorageWriteEvent.SAVE,
-        description="When chunks are written to the storage tier: `save`, once they are in the host tier, or "
+    storage_gb: tuple[Annotated[float, Field(gt=0, le=2**30, allow_inf_nan=False)], ...] = Field(
+        (),
+        description="Size of each storage tier in GB of each worker, record headers and padding included; instead of "
+        "chunks.",
+    )
+    storage_write_on: tuple[StorageWriteEvent, ...] = Field(
+        (StorageWriteEvent.SAVE,),
+        description="When chunks are written to a storage tier: `save`, once they are in the host tier, or "
         "`eviction`, when the host tier evicts them. `eviction` writes less; what is still in host memory at a restart "
-        "is not in storage.",
+        "is not in storage. One value is for all tiers.",
     )
-    storage_admission: StorageAdmission = Field(
-        StorageAdmission.ALL,
-        description="Which chunks the storage tier takes: `all`, those that two requests contained "
+    storage_admission: tuple[StorageAdmission, ...] = Field(
+        (StorageAdmission.ALL,),
+        description="Which chunks a storage tier takes: `all`, those that two requests contained "
         "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
-        "used again.",
+        "used again. One value is for all tiers.",
     )
     storage_copy_path: StorageCopyPath = Field(
         StorageCopyPath.AUTO,
@@ -250,9 +256,9 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="How long a request whose next blocks are being read from storage waits for them before it "
-        "computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
-        "twice the estimate of the read if that is longer, and never longer than computing them would take.",
+        description="How long a request whose next blocks are being read from storage, whichever tier, waits for "
+        "them before it computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up "
+        "to twice the estimate of the read if that is longer, and never longer than computing them would take.",
     )
     storage_lookup_wait_s: float = Field(
         0.25,
@@ -263,13 +269,11 @@ class OffloadConfig(pydantic.BaseModel):
         "have stored; with `TPU_OFFLOAD_LOAD_MODE=auto` never longer than computing them takes, where that is "
         "measured. 0 never asks: then only what this engine has written itself is found.",
     )
-    max_storage_gb_in_flight: float = Field(
-        1.0,
-        gt=0,
-        le=2**20,
-        allow_inf_nan=False,
-        description="Limit in GB of host memory for chunks on their way to and from storage, beside the host tier; at "
-        "least one chunk each way. A chunk that is being copied into the host tier briefly takes twice its size.",
+    max_storage_gb_in_flight: tuple[Annotated[float, Field(gt=0, le=2**20, allow_inf_nan=False)], ...] = Field(
+        (1.0,),
+        description="Limit in GB of host memory for chunks on their way to and from a storage tier, beside the host "
+        "tier; at least one chunk each way. A chunk that is being copied into the host tier briefly takes twice its "
+        "size. One value is for all tiers, each of which has so much.",
     )
     job_timeout_s: float = Field(
         60.0,
@@ -308,6 +312,19 @@ class OffloadConfig(pydantic.BaseModel):
     @classmethod
     def _split_list(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @pydantic.field_validator(
+        "storage_tier",
+        "storage_options",
+        *STORAGE_SIZES,
+        "storage_write_on",
+        "storage_admission",
+        "max_storage_gb_in_flight",
+        mode="before",
+    )
+    @classmethod
+    def _split_tiers(cls, value: Any) -> Any:
+        return split_per_tier(value)
 
     @pydantic.field_validator("save_on")
     @classmethod
@@ -367,11 +384,7 @@ class OffloadConfig(pydantic.BaseModel):
                 f"{env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
                 f"{env_name('copy_profile')} to its output file, or choose direct or staged"
             )
-        if self.storage_tier and not self.num_storage_chunks:
-            raise ConfigError(
-                f"{env_name('storage_tier')}={one_line(self.storage_tier)} needs a size; set {env_name('num_storage_chunks')} "
-                "to at least 1"
-            )
+        self._make_storage_tiers()
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
             raise ConfigError(
@@ -403,7 +416,7 @@ class OffloadConfig(pydantic.BaseModel):
             parse, is out of range or contradicts another.
         """
         settings = read_settings(
-            environ, overrides, known=list(cls.model_fields), same_size=(_STAGING_SIZES, _HOST_SIZES)
+            environ, overrides, known=list(cls.model_fields), same_size=(_STAGING_SIZES, _HOST_SIZES, STORAGE_SIZES)
         )
 
         def name_of(field: str) -> str:
@@ -427,11 +440,9 @@ class OffloadConfig(pydantic.BaseModel):
                 "%s is set but not used: neither %s nor %s is auto",
                 *map(env_name, ("copy_profile", "save_path", "load_path")),
             )
-
-        if self.num_storage_chunks and not self.storage_tier:
-            _logger.warning(
-                "%s is set but not used: %s is empty", *map(env_name, ("num_storage_chunks", "storage_tier"))
-            )
+        for field in STORAGE_SIZES:
+            if getattr(self, field) and not self.storage_tier:
+                _logger.warning("%s is set but not used: %s is empty", env_name(field), env_name("storage_tier"))
 
     def path_for(self, direction: Direction) -> CopyPath:
         """The copy path for one direction."""
@@ -443,9 +454,25 @@ class OffloadConfig(pydantic.BaseModel):
         return all(getattr(self, name) != 0 for name in _STAGING_SIZES + _HOST_SIZES)
 
     @property
-    def storage_chunks(self) -> int:
-        """Most chunks in the storage tier; 0 without one, or with offloading off."""
-        return self.num_storage_chunks if self.enabled and self.storage_tier else 0
+    def has_storage(self) -> bool:
+        """Whether there is a storage tier below the host tier."""
+        return self.enabled and bool(self.storage_tier)
+
+    @property
+    def storage_tiers(self) -> tuple[StorageTierConfig, ...]:
+        """The storage tiers, nearest first; none with offloading off."""
+        return self._make_storage_tiers() if self.has_storage else ()
+
+    def _make_storage_tiers(self) -> tuple[StorageTierConfig, ...]:
+        return make_storage_tiers(
+            names=self.storage_tier,
+            options=self.storage_options,
+            num_chunks=self.num_storage_chunks,
+            sizes_gb=self.storage_gb,
+            write_on=self.storage_write_on,
+            admission=self.storage_admission,
+            max_gb_in_flight=self.max_storage_gb_in_flight,
+        )
 
     @property
     def swap_enabled(self) -> bool:
@@ -485,10 +512,14 @@ class OffloadConfig(pydantic.BaseModel):
             return 0
         return max(1, int(self.max_load_gb_per_step * _GB / layout.block_nbytes_per_device))
 
-    def max_storage_chunks_in_flight(self, layout: KVLayout) -> int:
-        """Most chunks on their way to and from storage together, at least two: one each way."""
-        chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
-        return max(2, int(self.max_storage_gb_in_flight * _GB) // chunk_nbytes)
+    def storage_chunks(self, layout: KVLayout) -> tuple[int, ...]:
+        """Most chunks in each storage tier.
+
+        Raises:
+          ConfigError: a tier is smaller than one chunk.
+        """
+        size = self.blocks_per_chunk
+        return tuple(tier.size_in_chunks(layout, blocks_per_chunk=size) for tier in self.storage_tiers)
 
     def max_swap_blocks(self, layout: KVLayout) -> int:
         """Upper bound on the swap pool's blocks of one layer group; a worker that reports more is rejected."""

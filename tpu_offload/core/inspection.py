@@ -12,7 +12,7 @@ from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tiering import StoragePlanner
+from tpu_offload.core.tier_stack import TierStack
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, Direction
@@ -36,7 +36,7 @@ def _event_kind(change: Changes) -> TierEventKind:
     return TierEventKind.STORED if found else TierEventKind.REMOVED
 
 
-def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: StoragePlanner) -> OffloadStats:
+def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: TierStack) -> OffloadStats:
     """See `OffloadScheduler.stats`."""
     index, buffer, breakers = context.index, context.staging.buffer, context.breakers.values()
     stats = dataclasses.replace(
@@ -61,7 +61,7 @@ def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, stora
 
 
 def check_invariants(
-    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: StoragePlanner
+    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: TierStack
 ) -> None:
     """See `OffloadScheduler.check_invariants`."""
     index, buffer, requests = context.index, context.staging.buffer, context.requests

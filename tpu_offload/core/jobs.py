@@ -279,6 +279,7 @@ class JobTable:
         deleted_keys: tuple[ChunkKey, ...] = (),
         clears_storage: bool = False,
         prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
+        tier_id: int = 0,
         nbytes: int = 0,
     ) -> Job:
         """Creates a job, which now owns the resources that the caller has acquired for it.
@@ -288,7 +289,7 @@ class JobTable:
           parts: what moves.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
-          num_staging_blocks, deleted_keys, clears_storage, prefixes: see `CopyJob`.
+          num_staging_blocks, deleted_keys, clears_storage, prefixes, tier_id: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
@@ -302,6 +303,7 @@ class JobTable:
             deleted_keys=deleted_keys,
             clears_storage=clears_storage,
             prefixes=prefixes,
+            tier_id=tier_id,
         )
         self._next_job_id += 1
         job = Job(

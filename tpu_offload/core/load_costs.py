@@ -1,13 +1,13 @@
 """Chooses between loading KV and computing it again, by measured times.
 
 Three times are estimated, each as a sum of two terms whose factors are fitted to the latest measurements: prefill by
-its tokens and by the tokens that these attend to, promotions from storage by bytes (with those in flight before them)
-and by jobs, loads from the host tier by bytes and by jobs. Without an estimate KV is loaded. One that is old counts as
-none: what is never loaded is never measured, and a tier may have become faster.
+its tokens and by the tokens that these attend to, promotions from each tier by bytes (with those in flight before
+them) and by jobs, loads from the host tier by bytes and by jobs. Without an estimate KV is loaded. One that is old
+counts as none: what is never loaded is never measured, and a tier may have become faster.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import final
 
@@ -75,16 +75,17 @@ class LoadCosts:
         self._mode = mode
         self._clock = clock
         self._prefill = TwoTermFit()
-        self._promotions, self._loads = TwoTermFit(), TwoTermFit()
-        self._last_s = dict.fromkeys((self._promotions, self._loads), -math.inf)
+        self._loads = TwoTermFit()
+        self._promotions: defaultdict[int, TwoTermFit] = defaultdict(TwoTermFit)  # by tier
+        self._last_s: dict[TwoTermFit, float] = {}
 
     def observe_prefill(self, num_tokens: int, seconds: float, num_attended: float) -> None:
         """A step computed so many tokens of prompts; each attends to those before it, so many together."""
         self._prefill.add(num_tokens, num_attended, seconds)
 
-    def observe_promotion(self, nbytes: int, seconds: float) -> None:
+    def observe_promotion(self, tier_id: int, nbytes: int, seconds: float) -> None:
         """A promotion ended: its bytes and those in flight before it, and the time until all of them had been read."""
-        self._observe(self._promotions, nbytes, seconds)
+        self._observe(self._promotions[tier_id], nbytes, seconds)
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
         """A load from the host tier ended."""
@@ -98,13 +99,13 @@ class LoadCosts:
         """Seconds to compute the tokens `first` to `end - 1` of a prompt; None if it is not known."""
         return self._prefill.seconds(end - first, (end - first) * (first + end) / 2)
 
-    def promotion_s(self, nbytes: int, *, num_jobs: int) -> float | None:
-        """Seconds until so many bytes have come from storage, those in flight included; None if it is not known."""
-        return self._promotions.seconds(nbytes, num_jobs)
+    def promotion_s(self, tier_id: int, nbytes: int, *, num_jobs: int) -> float | None:
+        """Seconds until so many bytes have come from a tier, those in flight included; None if it is not known."""
+        return self._promotions[tier_id].seconds(nbytes, num_jobs)
 
-    def prefers_promotion(self, load_s: float | None, recompute_s: float | None) -> bool:
-        """Whether to read KV from storage, by the two estimates."""
-        return self._prefers(self._promotions, load_s, recompute_s)
+    def prefers_promotion(self, tier_id: int, load_s: float | None, recompute_s: float | None) -> bool:
+        """Whether to read KV from a storage tier, by the two estimates."""
+        return self._prefers(self._promotions[tier_id], load_s, recompute_s)
 
     def storage_wait_s(self, load_s: float | None, recompute_s: float | None, *, default_s: float) -> float:
         """How long a request waits for storage, by the two estimates: not longer than computing takes.
@@ -117,13 +118,15 @@ class LoadCosts:
             return 0.0
         return min(recompute_s, max(default_s, 2 * load_s))
 
-    def lookup_wait_s(self, load_s: float | None, recompute_s: float | None, *, default_s: float) -> float:
-        """How long a request waits to learn whether storage has KV, by the two estimates; 0 if it would not read it."""
+    def lookup_wait_s(
+        self, tier_id: int, load_s: float | None, recompute_s: float | None, *, default_s: float
+    ) -> float:
+        """How long a request waits to learn whether a tier has KV, by the two estimates; 0 if it would not read it."""
         if self._mode is LoadMode.RECOMPUTE:
             return 0.0
         if self._mode is LoadMode.LOAD or recompute_s is None:
             return default_s
-        is_slower = load_s is not None and load_s > recompute_s and not self._is_stale(self._promotions)
+        is_slower = load_s is not None and load_s > recompute_s and not self._is_stale(self._promotions[tier_id])
         return 0.0 if is_slower else min(default_s, recompute_s)
 
     def prefers_load(self, nbytes: int, *, first: int, end: int) -> bool:
@@ -144,4 +147,4 @@ class LoadCosts:
         return True
 
     def _is_stale(self, fit: TwoTermFit) -> bool:
-        return self._clock() - self._last_s[fit] >= _STALE_S
+        return self._clock() - self._last_s.get(fit, -math.inf) >= _STALE_S

@@ -14,7 +14,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.host_pools import HostPools
 from tpu_offload.core.index import overlaps
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tiering import StoragePlanner
+from tpu_offload.core.tier_stack import TierStack
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
@@ -43,7 +43,7 @@ class ReportHandler:
         workers: Workers,
         pools: HostPools,
         transfers: Transfers,
-        storage: StoragePlanner,
+        storage: TierStack,
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
@@ -193,9 +193,8 @@ class ReportHandler:
         self._pools.restart(report)
 
     def _adopt_stored(self, report: StepReport) -> None:
-        """A worker has started: what its storage tier has."""
-        keys, is_shared = (report.setup.stored_keys, report.setup.shares_storage) if report.setup else ((), False)
-        self._storage.adopt(report.worker_id, keys, is_shared=is_shared)
+        """A worker has started: what its storage tiers have."""
+        self._storage.adopt(report.worker_id, report.setup)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""

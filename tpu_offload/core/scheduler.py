@@ -48,7 +48,7 @@ from tpu_offload.core.report_handler import ReportHandler
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tiering import StoragePlanner
+from tpu_offload.core.tier_stack import TierStack
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import (
     check_epoch,
@@ -62,7 +62,7 @@ from tpu_offload.core.workers import Workers, expected_setups
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.layout import KVLayout
-from tpu_offload.metrics import OffloadStats, StatsLogger
+from tpu_offload.metrics import OffloadStats, StatsLogger, TierStats
 from tpu_offload.types import BlockHash, CacheEpoch, StepPlan, StepReport
 
 _NO_UPDATE = Update()
@@ -111,7 +111,7 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
-        self._storage = StoragePlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
+        self._storage = TierStack(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
         self._transfers.on_saved(self._storage.offer)
         self._saves.on_observed(self._storage.observe)
         self._swap = RequestSwap(context)
@@ -458,6 +458,10 @@ class OffloadScheduler:
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
         return inspection.snapshot(self._context, queue=self._queue, swap=self._swap, storage=self._storage)
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """A snapshot of the counters and gauges of each storage tier, nearest first; as `stats`."""
+        return self._storage.tier_stats()
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""

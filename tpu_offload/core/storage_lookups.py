@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import final
 
+from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
@@ -43,20 +44,23 @@ class StorageLookups:
 
     Args:
       context: the scheduler's shared state.
+      tier: the settings of the tier.
       capacity: most chunks that may count as stored.
-      is_known: whether a chunk is resident, stored or on its way.
+      is_known: whether a chunk is resident, in any tier or on its way to one.
       add_found: called with leading chunks of a prefix that storage has.
     """
 
     def __init__(
         self,
         context: TierContext,
+        tier: StorageTierConfig,
         *,
         capacity: int,
         is_known: Callable[[ChunkKey], bool],
         add_found: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         config, layout = context.config, context.layout
+        self._tier_id = tier.tier_id
         self._jobs = context.jobs
         self._counts = context.counts
         self._costs = context.costs
@@ -69,7 +73,7 @@ class StorageLookups:
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
         self.breaker = CircuitBreaker(
-            "look-ups in storage",
+            f"look-ups in {tier.label}",
             num_failures=config.breaker_failures,
             retry_s=config.breaker_retry_s,
             clock=context.clock,
@@ -81,7 +85,6 @@ class StorageLookups:
         self._planned_s: dict[int, float] = {}  # by job in flight, when it was planned
         self._missing: OrderedDict[ChunkKey, float] = OrderedDict()  # until when, the earliest first
         self._is_enabled = self._was_reset = False
-        self._jobs.on_end(JobKind.LOOKUP, call=self._ended)
 
     def enable(self) -> None:
         """Storage is shared, as a worker has reported."""
@@ -133,9 +136,9 @@ class StorageLookups:
 
     def _estimate_s(self, first: int, end: int) -> float:
         """How long a request waits to learn whether storage has these chunks; 0 if it would not read them."""
-        load_s = self._costs.promotion_s((end - first) * self._chunk_nbytes, num_jobs=1)
+        load_s = self._costs.promotion_s(self._tier_id, (end - first) * self._chunk_nbytes, num_jobs=1)
         recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
-        return self._costs.lookup_wait_s(load_s, recompute_s, default_s=self._wait_s)
+        return self._costs.lookup_wait_s(self._tier_id, load_s, recompute_s, default_s=self._wait_s)
 
     def _want(self, request: RequestState, first: int, end: int) -> bool:
         """Has the next plan ask for these chunks; False if there is no room.
@@ -189,6 +192,7 @@ class StorageLookups:
             (),
             request=f"{sum(map(len, prefixes))} chunks",
             prefixes=prefixes,
+            tier_id=self._tier_id,
             breaker=self.breaker,
             deadline_s=now_s + self._timeout_s,
         )
@@ -200,8 +204,11 @@ class StorageLookups:
         self._num_keys -= sum(map(len, self._wanted.values()))
         self._wanted.clear()
 
-    def _ended(self, job: Job) -> None:
-        """Takes what was found as stored. The answer of a job that a reset or a restart has failed is ignored."""
+    def ended(self, job: Job) -> None:
+        """A look-up of this tier has ended: takes what was found as stored.
+
+        The answer of a job that a reset or a restart has failed is ignored.
+        """
         del self._planned_s[job.job_id]
         for prefix in job.wire.prefixes:
             self._num_keys -= len(self._asked.pop(prefix[0]))
@@ -223,7 +230,7 @@ class StorageLookups:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the tables agree with the jobs in flight. For tests."""
-        jobs = self._jobs.of(JobKind.LOOKUP)
+        jobs = [job for job in self._jobs.of(JobKind.LOOKUP) if job.wire.tier_id == self._tier_id]
         prefixes = [prefix for job in jobs for prefix in job.wire.prefixes]
         assert {prefix[0]: prefix for prefix in prefixes} == self._asked, "a look-up in flight that is not known"
         assert len(prefixes) == len(self._asked), "a prefix is asked for twice"

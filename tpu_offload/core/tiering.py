@@ -1,4 +1,6 @@
-"""Copies between the host tier and storage: which chunks are written, read and deleted, and when.
+"""Copies between the host tier and one storage tier: which chunks are written, read and deleted, and when.
+
+Several tiers have a planner each (`core.tier_stack`); here, *storage* is the tier of this one.
 
 A *cascade* writes chunks to storage after their save has finished, or once admission accepts them. A *demotion* writes
 chunks that the host tier has evicted; a setting selects one of the two. A *promotion* reads chunks into the host tier
@@ -25,9 +27,9 @@ import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import final
+from typing import Protocol, final
 
-from tpu_offload.config import StorageWriteEvent
+from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
@@ -35,37 +37,65 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage_admission import AdmissionFilter
 from tpu_offload.core.storage_lookups import StorageLookups
-from tpu_offload.metrics import OffloadStats
+from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
 _WRITES = (JobKind.CASCADE, JobKind.DEMOTE)
-_KINDS = (JobKind.PROMOTE, *_WRITES)
-_ALL_KINDS = (JobKind.LOOKUP, *_KINDS)
+STORAGE_JOBS = (JobKind.LOOKUP, JobKind.PROMOTE, *_WRITES)
 _ACCOUNT = "storage"  # for the circuit breakers
 _MAX_CASCADES = 8  # a step; the worker dispatches a program for each
 _MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_PROMOTIONS = 64  # a job
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+_STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
 _MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
 
 Keys = OrderedDict[ChunkKey, None]
 
 
+class TierNeighbors(Protocol):
+    """What the planner of a tier knows of the others."""
+
+    def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
+        """How far from `first` on all tiers together have a prefix, and seconds to read it, None if not known."""
+
+    def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
+        """Chunks have come from a tier; they are READY."""
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident, in any tier or on its way to one."""
+
+
 @final
 class StoragePlanner:
-    """Plans cascades, demotions and promotions; does nothing without a storage tier.
+    """Plans cascades, demotions and promotions of one tier.
 
     Args:
       context: the scheduler's shared state.
+      tier: the settings of the tier.
+      num_chunks: its capacity.
+      num_tiers: how many there are.
       num_workers: workers that report each step.
       mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
+      neighbors: the other tiers, and this one.
     """
 
     def __init__(
-        self, context: TierContext, *, num_workers: int, mark_lost: Callable[[Sequence[ChunkKey]], None]
+        self,
+        context: TierContext,
+        tier: StorageTierConfig,
+        *,
+        num_chunks: int,
+        num_tiers: int,
+        num_workers: int,
+        mark_lost: Callable[[Sequence[ChunkKey]], None],
+        neighbors: TierNeighbors,
     ) -> None:
         config, layout = context.config, context.layout
+        self.tier_id = tier.tier_id
+        self._own_counts = TierStats(tier=tier.label)
+        self._neighbors = neighbors
         self._index = context.index
         self._jobs = context.jobs
         self._counts = context.counts
@@ -73,21 +103,22 @@ class StoragePlanner:
         self._mark_lost = mark_lost
         self._timeout_s = config.job_timeout_s
         self._wait_s = config.storage_wait_s
-        self._num_chunks = config.storage_chunks
-        self._max_in_flight = config.max_storage_chunks_in_flight(layout)
+        self._num_chunks = num_chunks
+        self._num_tiers = num_tiers
+        self._max_in_flight = tier.max_chunks_in_flight(layout, blocks_per_chunk=config.blocks_per_chunk)
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
         self._writes, self._reads, self._deletions = self._breakers = [
             CircuitBreaker(
                 what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=context.clock
             )
-            for what in ("cascades to storage", "promotions from storage", "deletions in storage")
+            for what in (f"cascades to {tier.label}", f"promotions from {tier.label}", f"deletions in {tier.label}")
         ]
         self._stored: Keys = OrderedDict()  # least recently used first
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
-        self._demotes = config.storage_write_on is StorageWriteEvent.HOST_EVICTION
-        self._admission = AdmissionFilter(config.storage_admission, self._num_chunks)
+        self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
+        self._admission = AdmissionFilter(tier.admission, self._num_chunks)
         self._to_delete: Keys = OrderedDict()
         # The jobs in flight write, read and delete these.
         self._writing: set[ChunkKey] = set()
@@ -101,19 +132,16 @@ class StoragePlanner:
         # By promotion in flight: when it was planned, and the bytes in flight then, its own included.
         self._reading: dict[int, tuple[float, int]] = {}
         self._costs = context.costs
-        self._jobs.on_end(*_KINDS, call=self._ended)
+        self._label = tier.label
         self._lookups = StorageLookups(
-            context, capacity=self._num_chunks, is_known=self._is_known, add_found=self._add_found
+            context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self._add_found
         )
-        if self._num_chunks and self._demotes:
-            self._index.on_evict(self._note_evicted)
+        self._breakers.append(self._lookups.breaker)
 
     # Planning.
 
     def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
-        if not self._num_chunks:
-            return
         if self._stored:
             for key in reversed(keys):  # the head last, so that tails are evicted first
                 if key in self._stored:
@@ -123,13 +151,12 @@ class StoragePlanner:
 
     def hit(self, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
-        if self._num_chunks:
-            self._admission.hit(keys)
-            self._offer_admitted(keys)
+        self._admission.hit(keys)
+        self._offer_admitted(keys)
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Makes saved chunks candidates for a cascade, as far as admission accepts them."""
-        if not self._num_chunks or self._demotes:
+        if self.demotes:
             return
         new = [key for key in keys if key not in self._stored and key not in self._writing]
         admitted = [key for key in new if self._admission.admits(key)]
@@ -141,12 +168,12 @@ class StoragePlanner:
 
     def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
         """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
-        if self._demotes or not self._admission.depends_on_uses:
+        if self.demotes or not self._admission.depends_on_uses:
             return
         state, admits = self._index.state, self._admission.admits
         self.offer([key for key in keys if admits(key) and state(key) is ChunkState.READY])
 
-    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+    def note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The host tier has evicted chunks, tail first: the next plan demotes those that admission accepts."""
         for key, slot in zip(keys, slots, strict=True):
             if key in self._stored or key in self._writing:
@@ -166,7 +193,7 @@ class StoragePlanner:
             return
         if self._index.state(keys[first]) is not None:
             return
-        if not self._costs.prefers_promotion(*self._estimates(request)):
+        if not self._costs.prefers_promotion(self.tier_id, *self._estimates(request)):
             self._counts.num_skipped_promotions += 1
             return
         room = self._promotion_room()
@@ -190,12 +217,18 @@ class StoragePlanner:
         job = self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=now_s)
         self._reading[job.job_id] = now_s, len(self._promoting) * self._chunk_nbytes
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines use the tier, too."""
+        return self._is_shared
+
     def look_up(self, request: RequestState) -> None:
         """Has a shared tier asked for the chunks after those known here; sets `RequestState.lookup_wait_s`."""
         self._lookups.ask(request)
 
-    def _is_known(self, key: ChunkKey) -> bool:
-        return key in self._stored or key in self._writing or self._index.state(key) is not None
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether a chunk is stored, or is being written."""
+        return key in self._stored or key in self._writing
 
     def _add_found(self, keys: Sequence[ChunkKey]) -> None:
         """Other engines have stored this prefix. What has no room is left out, from the tail on."""
@@ -213,17 +246,26 @@ class StoragePlanner:
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:
         """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
 
-        For all that storage has of the request together: not longer than computing it takes, where that is known.
+        For all that the tiers have of the request together: not longer than computing it takes, where that is known.
         """
         if request.keys[request.num_found_chunks] not in self._promoting:
             return otherwise_s
         if request.storage_wait_s is None:
-            request.storage_wait_s = self._costs.storage_wait_s(*self._estimates(request), default_s=self._wait_s)
+            estimates = self._estimates(request, of_all_tiers=True)
+            request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
         return request.storage_wait_s
 
-    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
-        """Seconds to read what storage has after the chunks that a match found, and to compute it."""
-        keys, first = request.keys, request.num_found_chunks
+    def _estimates(self, request: RequestState, *, of_all_tiers: bool = False) -> tuple[float | None, float | None]:
+        """Seconds to read what this tier, or all, have after the chunks that a match found, and to compute it."""
+        first = request.num_found_chunks
+        end, load_s = self.estimate(request.keys, first)
+        if of_all_tiers:
+            end, rest_s = self._neighbors.estimate(request.keys, end)
+            load_s = None if load_s is None or rest_s is None else load_s + rest_s
+        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+
+    def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
+        """Where the run of chunks ends that this tier has from `first` on, and seconds to read it."""
         end, num_read = first, 0
         while end < len(keys) and end - first < _MAX_ESTIMATED:
             key = keys[end]
@@ -232,10 +274,9 @@ class StoragePlanner:
                     break
                 num_read += 1
             end += 1
-        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._index.num_slots // 2))
+        most = max(1, min(_MAX_PROMOTIONS, self._max_in_flight, self._max_promoting))
         nbytes = (num_read + len(self._promoting)) * self._chunk_nbytes
-        load_s = self._costs.promotion_s(nbytes, num_jobs=max(1, -(-num_read // most)))
-        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+        return end, self._costs.promotion_s(self.tier_id, nbytes, num_jobs=max(1, -(-num_read // most)))
 
     @property
     def has_plans(self) -> bool:
@@ -315,8 +356,6 @@ class StoragePlanner:
 
     def reset(self) -> None:
         """The stored KV is invalid: has storage cleared and fails the jobs in flight."""
-        if not self._num_chunks:
-            return
         self._must_clear = True
         self._lookups.reset()
         self._candidates.clear()
@@ -331,8 +370,6 @@ class StoragePlanner:
         engines share lists nothing and is asked. It makes room by itself: what this one no longer knows is not deleted.
         What this one knows is stored nevertheless: the worker's process has lost none of it.
         """
-        if not self._num_chunks:
-            return
         self._is_shared = self._is_shared or is_shared
         self._candidates.clear()
         self._victims.clear()
@@ -373,25 +410,34 @@ class StoragePlanner:
             self.reset()
 
     def _fail_jobs(self, why: str) -> None:
-        for job in self._jobs.of(*_ALL_KINDS):
+        for job in self._own_jobs(*STORAGE_JOBS):
             job.mark_failed(why)
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: fails the chunks that jobs read from or write to it."""
         self._victims = {key: slot for key, slot in self._victims.items() if not first <= slot < end}
-        for job in self._jobs.of(*_KINDS):
+        for job in self._own_jobs(*STORAGE_JOBS):
             if overlaps(job.slots, first, end):
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i, slot in enumerate(job.slots) if first <= slot < end)
 
     # Inside.
 
+    def _own_jobs(self, *kinds: JobKind) -> list[Job]:
+        """The jobs in flight of this tier."""
+        return [job for job in self._jobs.of(*kinds) if job.wire.tier_id == self.tier_id]
+
+    @property
+    def _max_promoting(self) -> int:
+        """Slots that promotions may hold: of half of the host tier an equal share, which no other tier can hold up."""
+        return self._index.num_slots // (2 * self._num_tiers)
+
     def _promotion_room(self) -> int:
-        """Chunks that a promotion may read now: at most half of the host tier, and what may be in flight."""
+        """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
         if not self._reads.admits(_ACCOUNT):
             return 0
         in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
-        room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
+        room = min(_MAX_PROMOTIONS, in_flight, self._max_promoting - len(self._promoting))
         return max(0, room if self._reads.closed else min(room, 1))
 
     def _cascade_room(self, max_chunks: int) -> int:
@@ -412,7 +458,7 @@ class StoragePlanner:
         Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
         """
         num_written = min(len(self._candidates), _MAX_CASCADES)
-        if self._demotes:
+        if self.demotes:
             num_written = min(_MAX_DEMOTIONS, max(1, self._num_chunks // 4))
         deleted_later = len(self._to_delete) + self._num_deleting
         short = num_written - self._room() - deleted_later
@@ -441,15 +487,16 @@ class StoragePlanner:
         deleted: tuple[ChunkKey, ...] = (),
         clears: bool = False,
     ) -> Job:
-        label = f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
+        label = "everything" if clears else f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
         job = self._jobs.plan(
             kind,
             (),
-            request="all of storage" if clears else label,
+            request=f"{label} in {self._label}",
             keys=tuple(keys),
             slots=tuple(slots),
             deleted_keys=deleted,
             clears_storage=clears,
+            tier_id=self.tier_id,
             nbytes=len(keys) * self._chunk_nbytes,
             breaker=breaker,
             deadline_s=now_s + self._timeout_s,
@@ -457,10 +504,16 @@ class StoragePlanner:
         breaker.begin(job.job_id)
         return job
 
-    def _ended(self, job: Job) -> None:
+    def ended(self, job: Job) -> None:
+        """A job of this tier has ended."""
+        if job.kind is JobKind.LOOKUP:
+            self._lookups.ended(job)
+            return
         bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
-            self._counts.failed_storage_chunks += sum(i < len(job.keys) for i in bad)
+            num_failed = sum(i < len(job.keys) for i in bad)
+            self._counts.failed_storage_chunks += num_failed
+            self._own_counts.failed_storage_chunks += num_failed
         if job.kind is JobKind.PROMOTE:
             self._end_promotion(job, bad)
         else:
@@ -472,7 +525,7 @@ class StoragePlanner:
         planned_s, nbytes = self._reading.pop(job.job_id)
         if job.state is JobState.FINISHED:
             # A report comes at the end of a step, which may be long after the end of the read.
-            self._costs.observe_promotion(nbytes, job.copy_s or self._clock() - planned_s)
+            self._costs.observe_promotion(self.tier_id, nbytes, job.copy_s or self._clock() - planned_s)
         chunks = list(zip(job.keys, job.slots, strict=True))
         good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
         lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
@@ -481,6 +534,8 @@ class StoragePlanner:
             self._counts.promoted_chunks += len(good)
             self._counts.promoted_nbytes += len(good) * self._chunk_nbytes
             self._counts.promoted_tokens += len(good) * self._chunk_tokens
+            self._own_counts.promoted_chunks += len(good)
+            self._neighbors.note_promoted(self.tier_id, [key for key, _ in good])
         if lost:
             keys, slots = zip(*lost, strict=True)
             self._index.complete(keys, slots, success=False, quarantine=job.state is JobState.TIMED_OUT)
@@ -503,6 +558,7 @@ class StoragePlanner:
             else:
                 self._stored[key] = None
                 self._counts.cascaded_chunks += 1
+                self._own_counts.cascaded_chunks += 1
                 self._counts.cascaded_nbytes += self._chunk_nbytes
         deleted = job.wire.deleted_keys
         self._num_deleting -= len(deleted)
@@ -512,20 +568,32 @@ class StoragePlanner:
                 self._to_delete[key] = None
         if kept:
             self._drop_candidates()
-        if self._demotes:
+        if self.demotes:
             self._evict()
 
     # State.
 
-    def add_stats(self, stats: OffloadStats) -> OffloadStats:
-        """Adds the storage gauges and breakers to a snapshot."""
-        breakers = (*self._breakers, self._lookups.breaker)
+    @property
+    def num_breaker_openings(self) -> int:
+        """How often its copies were suspended."""
+        return sum(breaker.num_opened for breaker in self._breakers)
+
+    def stats(self) -> TierStats:
+        """A snapshot of its counts and gauges."""
         return dataclasses.replace(
-            stats,
+            self._own_counts,
             num_stored_chunks=len(self._stored),
-            num_breaker_openings=stats.num_breaker_openings + sum(breaker.num_opened for breaker in breakers),
-            num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
+            num_open_breakers=sum(not breaker.closed for breaker in self._breakers),
         )
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether a promotion in flight has taken so long that the tier probably hangs."""
+        oldest = next(iter(self._reading.values()), None)  # jobs are in the order of their planning
+        return oldest is not None and now_s - oldest[0] > _STALLED_S
+
+    def promotes(self, key: ChunkKey) -> bool:
+        """Whether a promotion is reading a chunk."""
+        return key in self._promoting
 
     def stored_keys(self) -> list[ChunkKey]:
         """Chunks that are stored, least recently used first."""
@@ -533,15 +601,16 @@ class StoragePlanner:
 
     def pending(self) -> list[ChunkKey]:
         """Chunks that promotions have made PENDING."""
-        return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]
+        return [key for job in self._own_jobs(JobKind.PROMOTE) for key in job.keys]
 
     def late_slots(self) -> list[int]:
         """Slots that late promotions may still write."""
-        return [slot for job in self._jobs.late(*_KINDS) for slot in job.slots]
+        late = [job for job in self._jobs.late(*STORAGE_JOBS) if job.wire.tier_id == self.tier_id]
+        return [slot for job in late for slot in job.slots]
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
-        jobs = self._jobs.of(*_WRITES)
+        jobs = self._own_jobs(*_WRITES)
         assert self._promoting == set(self.pending())
         assert sorted(self._writing) == sorted(key for job in jobs for key in job.keys), "two jobs write one chunk"
         assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)

@@ -48,10 +48,10 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
 
 def _check_checkpoints(config: OffloadConfig) -> None:
     """Raises ConfigError if a setting does not support sliding-window groups and states."""
-    if config.storage_chunks:
+    if config.has_storage:
         raise ConfigError(
-            f"{env_name('storage_tier')}={config.storage_tier}: the model has sliding windows or states, which storage "
-            "does not support; unset it"
+            f"{env_name('storage_tier')}={';'.join(config.storage_tier)}: the model has sliding windows or states, "
+            "which storage does not support; unset it"
         )
     if SaveEvent.HBM_EVICTION in config.save_on:
         raise ConfigError(
@@ -295,7 +295,6 @@ def _setup_error(setup: Any) -> str:
         setup.segment_chunks,
         setup.segment_states,
         setup.max_swap_blocks,
-        setup.storage_chunks,
         setup.rival,
     )
     names = setup.fingerprint, setup.save_path, setup.load_path
@@ -306,12 +305,21 @@ def _setup_error(setup: Any) -> str:
         or not (type(buckets) is tuple and _are_counts(buckets))
     ):
         return f"the setup of a worker is {setup!r:.200}; expected counts and names"
-    stored = setup.stored_keys
-    if type(stored) is not tuple or not all(type(key) is bytes and key for key in stored):
-        return "the stored keys of a worker are not a tuple of bytes"
-    shares_storage: Any = setup.shares_storage
-    if type(shares_storage) is not bool:
-        return f"the setup of a worker has shares_storage={shares_storage!r:.200}; expected a bool"
+    return _storage_error(setup)
+
+
+def _storage_error(setup: WorkerSetup) -> str:
+    """Why a worker's fields about storage are invalid, with one entry for each tier; empty if they are valid."""
+    chunks, stored, shares = setup.storage_chunks, setup.stored_keys, setup.shares_storage
+    if not all(type(entries) is tuple for entries in (chunks, stored, shares)) or not _are_counts(chunks):
+        return f"the storage of a worker has the sizes {chunks!r:.100}; expected tuples, and of sizes counts"
+    if not len(chunks) == len(stored) == len(shares):
+        return f"a worker has {len(chunks)} sizes of tiers, {len(stored)} lists of keys and {len(shares)} that share"
+    for listed in stored:
+        if type(listed) is not tuple or not all(type(key) is bytes and key for key in listed):
+            return "the stored keys of a worker are not tuples of bytes"
+    if not all(type(is_shared) is bool for is_shared in shares):
+        return f"the setup of a worker has shares_storage={shares!r:.200}; expected a bool for each tier"
     return ""
 
 

@@ -33,7 +33,7 @@ _SAME_AS_SCHEDULER = {
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
     "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier (TPU_OFFLOAD_HOST_GB)",
-    "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and TPU_OFFLOAD_NUM_STORAGE_CHUNKS",
+    "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and its sizes (TPU_OFFLOAD_NUM_STORAGE_CHUNKS or _STORAGE_GB)",
 }
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
 
@@ -53,7 +53,7 @@ def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
         "max_load_blocks": config.max_load_blocks(layout) if config.enabled else 0,
         "bucket_blocks": tuple(config.block_size_buckets),
         "max_swap_blocks": config.max_swap_blocks(layout),
-        "storage_chunks": config.storage_chunks,
+        "storage_chunks": config.storage_chunks(layout),
     }
 
 

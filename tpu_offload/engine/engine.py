@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tpu_offload import BlockHash, BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError
+from tpu_offload import BlockHash, BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError, TierStats
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.hosts import HostOutput, HostRunner, Hosts
@@ -198,7 +198,7 @@ class Engine:
             time.sleep(_SETTLE_S)
 
     def stored_block_hashes(self) -> frozenset[BlockHash]:
-        """Of each chunk in the storage tier, the hash of its last block; empty without one."""
+        """Of each chunk in a storage tier, the hash of its last block; empty without one."""
         return self._offload.stored_block_hashes() if self._offload else frozenset()
 
     def stats(self) -> EngineStats:
@@ -216,6 +216,10 @@ class Engine:
     def offload_stats(self) -> OffloadStats | None:
         """A snapshot of the offload library's counts; None without it."""
         return self._offload.stats() if self._offload else None
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """A snapshot of the counts of each storage tier, nearest first."""
+        return self._offload.tier_stats() if self._offload else ()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if any bookkeeping disagrees. For tests."""

@@ -35,6 +35,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
+    TierStats,
     Update,
 )
 from tpu_offload.engine.hosts import HostWorkers
@@ -97,7 +98,7 @@ class Offloading:
         self._watched: set[Sequence] = set()
         num_workers = workers.num_hosts if workers is not None else 1
         self._scheduler = OffloadScheduler(config, layout, num_workers=num_workers, clock=clock)
-        self._has_storage = config.storage_chunks > 0
+        self._has_storage = config.has_storage
         self._clock = clock
         self._arriving_until_s = math.inf  # the earliest end of a wait for storage since the last `poll`
         self._worker = workers or OffloadWorker(
@@ -350,6 +351,10 @@ class Offloading:
     def stats(self) -> OffloadStats:
         """The library's counters."""
         return self._scheduler.stats()
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """The library's counters of each storage tier."""
+        return self._scheduler.tier_stats()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the library's state is inconsistent. For tests."""

@@ -146,7 +146,7 @@ class FileTier(StorageTier):
             raise ConfigError(
                 f"{_setting(spec.options)}: {spec.num_chunks} chunks need {needed / _GB:.2f} GB more, and "
                 f"{options.min_free_gb:g} GB have to stay free; {free / _GB:.2f} GB are free: reduce "
-                f"{ENV_PREFIX}NUM_STORAGE_CHUNKS or free some space"
+                f"the tier ({ENV_PREFIX}STORAGE_GB or _NUM_STORAGE_CHUNKS) or free some space"
             )
         return sizes
 

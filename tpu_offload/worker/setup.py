@@ -10,7 +10,7 @@ from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
 from tpu_offload.values import as_count, one_line
-from tpu_offload.worker.storage_io import StorageCopies
+from tpu_offload.worker.storage_stack import StorageStack
 from tpu_offload.worker.tier import TierCopies
 
 
@@ -39,7 +39,7 @@ def check_ranks(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any
     what = f"the KV caches are split over {layout.num_ranks} data-parallel ranks"
     if not kv_caches[0].sharding.is_fully_addressable:
         raise ConfigError(f"{what} on several hosts; expected one host: run one engine on each host")
-    if config.storage_chunks:
+    if config.has_storage:
         raise ConfigError(f"{what}, which storage does not support; leave TPU_OFFLOAD_STORAGE_TIER empty")
 
 
@@ -56,7 +56,7 @@ def describe_setup(
     layout: KVLayout,
     kv_caches: Sequence[Any],
     tier: TierCopies | None,
-    storage: StorageCopies | None,
+    storage: StorageStack | None,
 ) -> WorkerSetup:
     """What the scheduler compares with its own settings and with those of the other workers.
 
@@ -65,7 +65,7 @@ def describe_setup(
       layout: what a block is made of.
       kv_caches: the caches; only their sharding is read.
       tier: the host tier; None without one.
-      storage: the copies to and from its storage tier; None without one.
+      storage: the copies to and from its storage tiers; None without any, or without a host tier.
     """
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
     segments = config.host_segments(layout) if config.enabled else None
@@ -83,7 +83,7 @@ def describe_setup(
         load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),
         max_swap_blocks=config.max_swap_blocks(layout),
-        storage_chunks=config.storage_chunks,
-        stored_keys=storage.stored_keys if storage is not None else (),
-        shares_storage=storage is not None and storage.is_shared,
+        storage_chunks=config.storage_chunks(layout),
+        stored_keys=storage.stored_keys if storage is not None else ((),) * len(config.storage_tiers),
+        shares_storage=storage.are_shared if storage is not None else (False,) * len(config.storage_tiers),
     )

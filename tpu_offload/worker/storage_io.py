@@ -1,9 +1,10 @@
-"""The copies between the host tier of one process and its storage tier.
+"""The copies between the host tier of one process and one of its storage tiers.
 
 The thread that dispatches the model never waits for storage. A cascade copies each slot into a separate array, in
 program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
 I/O thread reads into a buffer and verifies the record (`storage.format`); `collect` then dispatches the copy into the
-slot. I/O threads never access segments.
+slot. I/O threads never access segments. Each tier has its own threads, buffers and bound, so that one that hangs blocks
+none of the others (`worker.storage_stack`).
 
 Reads and writes use separate threads, so no read waits behind a write; look-ups in a shared tier have one of their own
 (`worker.storage_lookups`). One thread does all writes and deletions of a
@@ -13,7 +14,6 @@ cleared, the other threads that write wait.
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import queue
 import threading
@@ -26,26 +26,22 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.config import ENV_PREFIX, OffloadConfig
+from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, TransferError
-from tpu_offload.kernels import SlotCopier, make_slot_copiers
-from tpu_offload.layout import KVLayout
-from tpu_offload.memory import pinned_zeros
-from tpu_offload.storage import RecordFormat, StorageSpec, StorageTier, make_tier
-from tpu_offload.storage.format import FINGERPRINT_NBYTES, PAGE_NBYTES
+from tpu_offload.kernels import SlotCopier
+from tpu_offload.storage import RecordFormat, StorageTier
+from tpu_offload.storage.format import PAGE_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage_lookups import StorageLookups
-from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 _STOP_CHECK_S = 0.1
-_CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -80,68 +76,46 @@ class _Item:
 
 @final
 class StorageCopies:
-    """Owns the storage tier of one process. All methods are called by the thread that dispatches the model.
+    """Owns one storage tier of one process. All methods are called by the thread that dispatches the model.
 
     A copy that fails is reported as a failed chunk of its job.
 
     Args:
-      config: the settings, with a storage tier.
-      layout: what a block is made of.
-      kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
+      tier: the tier, which the caller closes only if this raises.
+      label: its name, for log lines and threads.
       memories: per page group, the host tier.
+      copiers: likewise, what copies its slots; shared with the other tiers.
+      record_format: of what is stored.
+      max_in_flight: most chunks on their way to and from the tier.
+      blocks_per_chunk: blocks in a slot.
       jobs: the worker's jobs.
-      worker_id: for the tier.
     Raises:
-      ConfigError: the tier cannot be made, or the caches span several hosts.
+      ConfigError: the tier cannot list what it has stored.
     """
 
     def __init__(
         self,
-        config: OffloadConfig,
-        layout: KVLayout,
-        kv_caches: Sequence[Any],
+        tier: StorageTier,
         *,
+        label: str,
         memories: Sequence[HostMemory],
+        copiers: Sequence[SlotCopier],
+        record_format: RecordFormat,
+        max_in_flight: int,
+        blocks_per_chunk: int,
         jobs: WorkerJobs,
-        worker_id: int,
     ) -> None:
-        if not kv_caches[0].sharding.is_fully_addressable:
-            raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER={config.storage_tier} with KV caches that span several hosts is not "
-                "supported yet; leave it empty"
-            )
+        self._label = label
         self._memories = list(memories)
+        self._copiers = list(copiers)
         self._jobs = jobs
-        self._blocks_per_chunk = config.blocks_per_chunk
-        self._max_in_flight = config.max_storage_chunks_in_flight(layout)
-        self._copiers = make_slot_copiers(
-            config.storage_copy_path,
-            [(memory.spec, memory.arena) for memory in memories],
-            blocks_per_chunk=config.blocks_per_chunk,
-            allocate=pinned_zeros,
-            precompile=not config.skip_jax_precompile,
-        )
-        # The layout's fingerprint names model and geometry, but not the shards.
-        formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
-        fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
-        record_format = RecordFormat(
-            fingerprint=fingerprint.digest(),
-            worker_id=worker_id,
-            num_shards=len(kv_caches[0].sharding.addressable_devices),
-            payload_nbytes=sum(copier.payload_nbytes for copier in self._copiers),
-        )
-        spec = StorageSpec(
-            record_nbytes=record_format.record_nbytes,
-            num_chunks=config.num_storage_chunks,
-            worker_id=worker_id,
-            fingerprint=fingerprint.hexdigest(),
-            options=config.storage_options,
-        )
-        self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, record_format)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._max_in_flight = max_in_flight
+        self._io = _StorageIO(tier, self._copiers, record_format)
         self._stored_keys = self._list_stored_keys()
-        self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
-        self._askers = _Threads("storage-look-up", num_threads=int(self.is_shared))
-        self._lookups = StorageLookups(self._io.tier, jobs, submit=functools.partial(self._askers.submit, _NO_KEY))
+        self._readers, self._writers = _Threads(f"storage-read-{label}"), _Threads(f"storage-write-{label}")
+        self._askers = _Threads(f"storage-look-up-{label}", num_threads=int(self.is_shared))
+        self._lookups = StorageLookups(tier, jobs, submit=functools.partial(self._askers.submit, _NO_KEY))
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
         self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
@@ -166,17 +140,12 @@ class StorageCopies:
         """Whether a chunk that was read is being written to its slot."""
         return bool(self._landing)
 
-    @property
-    def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
-        return max(copier.hbm_nbytes for copier in self._copiers)
-
     def look_up(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to ask which chunks storage has."""
+        """Starts to ask which chunks the tier has. The jobs are valid, and of this tier."""
         self._lookups.start(self._accept(jobs))
 
     def promote(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to read chunks."""
+        """Starts to read chunks. The jobs are valid, and of this tier."""
         for job in self._accept(jobs):
             for position, (key, slot) in enumerate(job.chunks):
                 item = self._begin(job, (position,), (key,), slot=slot)
@@ -185,7 +154,7 @@ class StorageCopies:
             self._jobs.drop_ref([job.job_id])
 
     def cascade(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to clear storage or delete keys, then dispatches copies of slots and starts to write them."""
+        """Starts to clear the tier or delete keys, then dispatches copies of slots and starts to write them."""
         for job in self._accept(jobs):
             if job.clears_storage:
                 item = self._begin(job, (), ())
@@ -229,22 +198,31 @@ class StorageCopies:
         num_done = self._num_in_io if all_of_them else 1
         return [*waits, _Done(self._io.done, num_done)] if self._num_in_io else waits
 
-    def close(self) -> None:
-        """Ends the threads, dropping queued items, and closes the tier unless it hangs. The caller has waited."""
-        until_s = time.monotonic() + _CLOSE_S
+    def stop(self) -> None:
+        """Has the threads end, dropping queued items; `close` waits for them. The caller has waited for the copies."""
         self._landing.clear()
-        have_ended = [threads.close(until_s) for threads in (self._readers, self._writers, self._askers)]
+        for threads in self._threads():
+            threads.stop()
+
+    def close(self, until_s: float) -> None:
+        """Ends the threads and closes the tier, unless it still hangs at `until_s`, in `time.monotonic`."""
+        self.stop()
+        have_ended = [threads.join(until_s) for threads in self._threads()]
         if not all(have_ended):
             _logger.error(
-                "the storage tier hangs: closed without waiting for its I/O threads; it was not closed itself"
+                "storage tier %s hangs: closed without waiting for its I/O threads; it was not closed itself",
+                self._label,
             )
             return
         try:
             self._io.tier.close()
         except Exception as e:  # the tier may be the user's own
-            _logger.error("the storage tier failed to close: %s", error_line(e))
+            _logger.error("storage tier %s failed to close: %s", self._label, error_line(e))
 
     # Inside.
+
+    def _threads(self) -> tuple["_Threads", ...]:
+        return self._readers, self._writers, self._askers
 
     def _list_stored_keys(self) -> tuple[ChunkKey, ...]:
         tier = self._io.tier
@@ -253,32 +231,21 @@ class StorageCopies:
         try:
             keys = tuple(map(ChunkKey, tier.stored_keys()))
         except Exception as e:  # the tier may be the user's own
-            tier.close()
             raise ConfigError(
                 f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: what it has stored cannot be listed ({error_line(e)})"
             ) from e
         if keys:
-            _logger.info("storage holds %d chunks of an earlier run", len(keys))
+            _logger.info("storage tier %s holds %d chunks of an earlier run", self._label, len(keys))
         return keys
 
-    def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
-        """Starts the valid jobs; the others fail."""
-        accepted = []
-        num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
+    def _accept(self, jobs: Sequence[CopyJob]) -> Sequence[CopyJob]:
+        """Starts jobs, which the caller has checked."""
         for job in jobs:
-            if job.job_id in self._jobs:
-                _logger.warning("job %d is in flight already: ignored", job.job_id)
-                continue
-            error = storage_job_error(job, num_slots=num_slots)
             # `WorkerJobs` reports failed blocks: here the chunks and keys, identified by their positions.
-            positions = () if error else tuple(range(job.num_items))
+            positions = tuple(range(job.num_items))
             parts = (CopyPart(block_ids=positions, host_block_ids=positions),)
             self._jobs.start(job.job_id, parts, of_storage=True)
-            if error:
-                self._jobs.drop_ref([job.job_id], error)
-            else:
-                accepted.append(job)
-        return accepted
+        return jobs
 
     def _begin(
         self, job: CopyJob, positions: tuple[int, ...], keys: tuple[ChunkKey, ...], *, slot: int | None = None
@@ -292,7 +259,7 @@ class StorageCopies:
         self._num_in_io += 1
         self._num_chunks += slot is not None
         if self._num_chunks > self._max_in_flight:
-            self._drop(item, f"more than {self._max_in_flight} chunks in flight to and from storage")
+            self._drop(item, f"more than {self._max_in_flight} chunks in flight to and from {self._label}")
         return item
 
     def _drop(self, item: _Item, error: str) -> None:
@@ -464,9 +431,12 @@ class _Threads:
             tasks.put(functools.partial(_stand_by, event, done, self._stop))
         last.put(functools.partial(_run_alone, task, arrived, done, self._stop))
 
-    def close(self, until_s: float) -> bool:
-        """Ends the threads, dropping queued tasks; False if some are still running at `until_s`."""
+    def stop(self) -> None:
+        """Has the threads end, dropping queued tasks."""
         self._finalizer()
+
+    def join(self, until_s: float) -> bool:
+        """Waits for stopped threads; False if some are still running at `until_s`."""
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

@@ -51,7 +51,7 @@ def job_error(job: CopyJob) -> str:
         return f"it has no {e.name}"
 
 
-def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
+def storage_job_error(job: CopyJob, *, num_slots: int, num_tiers: int) -> str:
     """Why a storage job is invalid, in one line; empty if it is valid."""
     try:
         chunks, deleted = job.chunks, job.deleted_keys
@@ -66,6 +66,8 @@ def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
             return f"slots {slots!r:.100}; expected 0 to {num_slots - 1}"
         if len(set(keys)) < len(keys) or len(set(slots)) < len(slots) or len(set(deleted)) < len(deleted):
             return "a key or a slot occurs twice"
+        if type(job.tier_id) is not int or not 0 <= job.tier_id < num_tiers:
+            return f"tier {job.tier_id!r:.100}; this worker has {num_tiers}, from 0 on"
         if type(job.clears_storage) is not bool or (job.clears_storage and job.kind is not JobKind.CASCADE):
             return f"clears_storage is {job.clears_storage!r:.100}; expected a bool, true only of a cascade"
         return _prefixes_error(job)

@@ -41,7 +41,7 @@ from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, check_ranks, describe_setup
-from tpu_offload.worker.storage_io import StorageCopies
+from tpu_offload.worker.storage_stack import StorageStack
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
 from tpu_offload.worker.validate import sound_plan
@@ -142,11 +142,11 @@ class OffloadWorker:
 
     def _make_storage(
         self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, worker_id: int
-    ) -> StorageCopies | None:
-        if not config.storage_chunks or self._tier is None:
+    ) -> StorageStack | None:
+        if not config.has_storage or self._tier is None:
             return None
         memories = self._tier.memories()
-        return StorageCopies(config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id)
+        return StorageStack(config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id)
 
     @property
     def cache_epoch(self) -> CacheEpoch:
@@ -489,12 +489,12 @@ class OffloadWorker:
         for copies in self._collectable():
             copies.collect()
 
-    def _collectable(self) -> list[StorageCopies | TierCopies | SwapCopies]:
+    def _collectable(self) -> list[StorageStack | TierCopies | SwapCopies]:
         """All copies, but not storage while a forward pass may have the segment that it would write."""
         awaits_pass = self._tier is not None and self._tier.awaits_pass
         return [copies for copies in self._copies() if not (awaits_pass and copies is self._storage)]
 
-    def _copies(self) -> list[StorageCopies | TierCopies | SwapCopies]:
+    def _copies(self) -> list[StorageStack | TierCopies | SwapCopies]:
         return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
 
     def _pools(self) -> list[TierCopies | SwapCopies]:

@@ -34,6 +34,7 @@ from tpu_offload import (
     StepPlan,
     StepReport,
     TierEventKind,
+    TierStats,
     Update,
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
@@ -41,7 +42,7 @@ from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
 from tpu_offload.adapters.vllm.rollback import Rollback
-from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
+from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
 from tpu_offload.adapters.vllm.step_clock import StepClock
 from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 from tpu_offload.core.policies import find_policy
@@ -143,6 +144,7 @@ class SchedulerSide:
         self._known_tokens: list[KnownTokens] = []  # for the next message
         self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks
         self._last_stats = OffloadStats()
+        self._last_tier_stats: tuple[TierStats, ...] = ()
         self._stats_changed = False  # since `_last_stats`, possibly
         self._transfers: list[FinishedTransfer] = []
 
@@ -229,7 +231,7 @@ class SchedulerSide:
     @property
     def _awaits_stored_chunks(self) -> bool:
         """Whether the workers' first report, after a step in which requests wait, may say what storage has."""
-        waits = self._offload is None and self._config.storage_chunks > 0
+        waits = self._offload is None and self._config.has_storage
         return waits and self._num_steps_without_layout < _MAX_STEPS_WITHOUT_LAYOUT
 
     def admit(self, request: "Request", block_tables: Sequence[Sequence[int]], num_loaded_tokens: int) -> None:
@@ -437,7 +439,8 @@ class SchedulerSide:
             return None
         last, self._last_stats = self._last_stats, stats
         transfers, self._transfers = self._transfers, []
-        return OffloadConnectorStats.of(stats.since(last), transfers)
+        last_tiers, self._last_tier_stats = self._last_tier_stats, self._offload.tier_stats()
+        return OffloadConnectorStats.of(stats.since(last), transfers, tier_counts(self._last_tier_stats, last_tiers))
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the scheduler's tables are inconsistent. For tests."""

@@ -1,14 +1,14 @@
 """The library's counters in vLLM's log lines and on its Prometheus endpoint."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tpu_offload import FinishedTransfer, OffloadStats
-from tpu_offload.metrics import GAUGES, METRICS, MetricGroup, MetricKind
+from tpu_offload import FinishedTransfer, OffloadStats, TierStats
+from tpu_offload.metrics import GAUGES, METRICS, TIER_METRICS, MetricGroup, MetricKind, MetricSpec
 from tpu_offload.types import Direction
 
 if TYPE_CHECKING:
@@ -20,7 +20,18 @@ _SECONDS_HELP = (
     "Seconds of each copy, from dispatch until seen finished. It is checked once a step, so no shorter than a step."
 )
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+_OF_TIER = "@"  # between the name of a count and the label of its storage tier
 _SPECS = {name: spec for name, spec in METRICS.items() if spec.group is not MetricGroup.SWAP}
+
+
+def tier_counts(tiers: Sequence[TierStats], earlier: Sequence[TierStats]) -> dict[str, int]:
+    """The counts of each storage tier since an earlier snapshot, which is empty at first, and its gauges."""
+    before = {tier.tier: tier.as_dict() for tier in earlier}
+    return {
+        f"{name}{_OF_TIER}{tier.tier}": value if name in GAUGES else value - before.get(tier.tier, {}).get(name, 0)
+        for tier in tiers
+        for name, value in tier.as_dict().items()
+    }
 
 
 @final
@@ -29,9 +40,12 @@ class OffloadConnectorStats(KVConnectorStats):
     """The counts of an interval. `data` holds numbers and lists of numbers only, so it can cross processes."""
 
     @classmethod
-    def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
-        """From the counts of an interval and the transfers that ended in it."""
+    def of(
+        cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer], of_tiers: Mapping[str, int]
+    ) -> "OffloadConnectorStats":
+        """From the counts of an interval, the transfers that ended in it, and the `tier_counts`."""
         data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _SPECS}
+        data |= of_tiers
         for name in _SECONDS.values():
             data[name] = []
         for transfer in transfers:
@@ -45,7 +59,7 @@ class OffloadConnectorStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds a later interval."""
         for name, value in other.data.items():
-            if name in GAUGES or name not in self.data:
+            if name.partition(_OF_TIER)[0] in GAUGES or name not in self.data:
                 self.data[name] = value
             else:
                 self.data[name] = self.data[name] + value
@@ -79,7 +93,10 @@ class OffloadConnectorStats(KVConnectorStats):
 
 @final
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """A series `vllm:tpu_offload_<family>` for every metric except those of request swap, and two histograms."""
+    """A series `vllm:tpu_offload_<family>` for every metric except those of request swap, and two histograms.
+
+    Those of storage tiers have the label `tier`, too, and a series for each tier from its first counts on.
+    """
 
     def __init__(
         self,
@@ -96,17 +113,29 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
 
         for name, spec in _SPECS.items():
-            add(name, Gauge if spec.kind is MetricKind.GAUGE else Counter, spec.family, spec.help)
+            add(name, _type(spec), spec.family, spec.help)
         for name in _SECONDS.values():
             add(name, Histogram, name, _SECONDS_HELP, buckets=_BUCKETS_S)
+        self._of_tiers = {
+            name: metric_types[_type(spec)](
+                name=_PREFIX + spec.family, documentation=spec.help, labelnames=[*labelnames, "tier"]
+            )
+            for name, spec in TIER_METRICS.items()
+        }
+        self._label_values = per_engine_labelvalues
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds an interval; see the base class."""
         for name, value in transfer_stats_data.items():
-            if name not in self._series:
+            of_tier, _, tier = name.partition(_OF_TIER)
+            if tier and of_tier in self._of_tiers:
+                kind = _type(TIER_METRICS[of_tier])
+                series = self._of_tiers[of_tier].labels(*self._label_values[engine_idx], tier)
+            elif name in self._series:
+                kind, of_engine = self._series[name]
+                series = of_engine[engine_idx]
+            else:
                 continue
-            kind, of_engine = self._series[name]
-            series = of_engine[engine_idx]
             if kind is Gauge:
                 series.set(value)
             elif kind is Counter:
@@ -115,3 +144,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             else:
                 for seconds in value:
                     series.observe(seconds)
+
+
+def _type(spec: MetricSpec) -> type[Any]:
+    return Gauge if spec.kind is MetricKind.GAUGE else Counter

@@ -1,0 +1,213 @@
+"""The storage tiers below the host tier, one planner for each, nearest first.
+
+All copies are between the host tier and one storage tier; nothing is copied from one storage tier to another. Each
+planner decides on its own what its tier takes, evicts and gives back, with breakers, bounds and deadlines of its own.
+So a tier that is dead, frozen or full changes nothing for the others.
+
+What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now, those whose
+reads hang last. It reads the run of chunks that it has; the next run may come from another one. What has come from a
+far tier is offered to the nearer ones, as if it had been saved. A request waits once for all of them. Of several shared
+tiers only the nearest is asked what other engines have stored.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import final
+
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.tiering import STORAGE_JOBS, StoragePlanner
+from tpu_offload.metrics import OffloadStats, TierStats
+from tpu_offload.types import ChunkKey, WorkerSetup
+
+
+@final
+class TierStack:
+    """Plans the copies to and from all storage tiers; does nothing without any.
+
+    Args:
+      context: the scheduler's shared state.
+      num_workers: workers that report each step.
+      mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
+    Raises:
+      ConfigError: a tier is smaller than one chunk.
+    """
+
+    def __init__(
+        self, context: TierContext, *, num_workers: int, mark_lost: Callable[[Sequence[ChunkKey]], None]
+    ) -> None:
+        sizes = context.config.storage_chunks(context.layout)
+        self._tiers = tuple(
+            StoragePlanner(
+                context,
+                tier,
+                num_chunks=num_chunks,
+                num_tiers=len(sizes),
+                num_workers=num_workers,
+                mark_lost=mark_lost,
+                neighbors=self,
+            )
+            for tier, num_chunks in zip(context.config.storage_tiers, sizes, strict=True)
+        )
+        self._clock = context.clock
+        self._index = context.index
+        self._demoting = [tier for tier in self._tiers if tier.demotes]
+        context.jobs.on_end(*STORAGE_JOBS, call=self._ended)
+        if self._demoting:
+            context.index.on_evict(self._note_evicted)
+
+    @property
+    def tiers(self) -> tuple[StoragePlanner, ...]:
+        """The planners, nearest first."""
+        return self._tiers
+
+    # Planning: see the methods of `StoragePlanner`.
+
+    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+        """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+        for tier in self._tiers:
+            tier.observe(keys, first)
+
+    def hit(self, keys: Sequence[ChunkKey]) -> None:
+        """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
+        for tier in self._tiers:
+            tier.hit(keys)
+
+    def offer(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks were saved; each tier that is written then takes those that it admits."""
+        for tier in self._tiers:
+            tier.offer(keys)
+
+    def promote(self, request: RequestState) -> None:
+        """Plans a promotion of the chunks after those that the request's last match found, from one tier.
+
+        A tier whose reads hang is asked last: its breaker opens only after several of them have timed out.
+        """
+        tiers: Sequence[StoragePlanner] = self._tiers
+        if len(tiers) > 1:
+            now_s = self._clock()
+            tiers = sorted(tiers, key=lambda tier: tier.is_stalled(now_s))
+        for tier in tiers:
+            tier.promote(request)  # the next one finds the chunk PENDING if this one reads it
+
+    def look_up(self, request: RequestState) -> None:
+        """Has the nearest shared tier asked for the chunks after those known here; see `StorageLookups.ask`."""
+        tier = next((tier for tier in self._tiers if tier.is_shared), None)
+        if tier is not None:
+            tier.look_up(request)
+
+    def wait_s(self, request: RequestState, otherwise_s: float) -> float:
+        """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
+
+        For all that the tiers have of the request together.
+        """
+        key = request.keys[request.num_found_chunks]
+        for tier in self._tiers:
+            if tier.promotes(key):
+                return tier.wait_s(request, otherwise_s)
+        return otherwise_s
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
+        return bool(self._tiers) and any(tier.has_plans for tier in self._tiers)
+
+    def plan(self, now_s: float) -> None:
+        """Plans the deletions and the cascades or demotions of the coming step."""
+        for tier in self._tiers:
+            tier.plan(now_s)
+
+    # Resets and losses.
+
+    def reset(self) -> None:
+        """The stored KV is invalid: has all tiers cleared and fails their jobs in flight."""
+        for tier in self._tiers:
+            tier.reset()
+
+    def adopt(self, worker_id: int, setup: WorkerSetup | None) -> None:
+        """A worker has started, for the first time or again, and lists what its tiers have."""
+        for i, tier in enumerate(self._tiers):
+            if setup is None:
+                tier.adopt(worker_id, ())
+            else:
+                tier.adopt(worker_id, setup.stored_keys[i], is_shared=setup.shares_storage[i])
+
+    def mark_slots_lost(self, first: int, end: int) -> None:
+        """Host memory is gone: fails the chunks that jobs read from or write to it."""
+        for tier in self._tiers:
+            tier.mark_slots_lost(first, end)
+
+    # What a tier knows of the others.
+
+    def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
+        """How far from `first` on the tiers together have a prefix, and seconds to read it, None if not known.
+
+        The nearest tier that has a chunk counts, with the run of chunks that it has.
+        """
+        end, total_s = first, 0.0
+        while True:
+            for tier in self._tiers:
+                run_end, seconds = tier.estimate(keys, end)
+                if run_end > end:
+                    break
+            else:
+                return end, total_s
+            if seconds is None:
+                return run_end, None
+            end, total_s = run_end, total_s + seconds
+
+    def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
+        """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them."""
+        for tier in self._tiers[:tier_id]:
+            tier.offer(keys)
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident, in any tier or on its way to one."""
+        return self._index.state(key) is not None or any(tier.knows(key) for tier in self._tiers)
+
+    # Inside.
+
+    def _ended(self, job: Job) -> None:
+        self._tiers[job.wire.tier_id].ended(job)
+
+    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        for tier in self._demoting:
+            tier.note_evicted(keys, slots)
+
+    # State.
+
+    def add_stats(self, stats: OffloadStats) -> OffloadStats:
+        """Adds the gauges and breakers of all tiers to a snapshot."""
+        if not self._tiers:
+            return stats
+        own = self.tier_stats()
+        return dataclasses.replace(
+            stats,
+            num_stored_chunks=sum(tier.num_stored_chunks for tier in own),
+            num_breaker_openings=stats.num_breaker_openings + sum(tier.num_breaker_openings for tier in self._tiers),
+            num_open_breakers=stats.num_open_breakers + sum(tier.num_open_breakers for tier in own),
+        )
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """A snapshot of each tier, nearest first."""
+        return tuple(tier.stats() for tier in self._tiers)
+
+    def stored_keys(self) -> set[ChunkKey]:
+        """Chunks that any tier has."""
+        return set().union(*(tier.stored_keys() for tier in self._tiers))
+
+    def pending(self) -> list[ChunkKey]:
+        """Chunks that promotions have made PENDING."""
+        return [key for tier in self._tiers for key in tier.pending()]
+
+    def late_slots(self) -> list[int]:
+        """Slots that late promotions may still write."""
+        return [slot for tier in self._tiers for slot in tier.late_slots()]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the tiers agree with the jobs in flight. For tests."""
+        for tier in self._tiers:
+            tier.check_invariants()
+        pending = self.pending()
+        assert len(set(pending)) == len(pending), "two tiers read one chunk"
