@@ -93,6 +93,7 @@ class Raw:
 
 
 Way = Tier | Raw | FilePerChunk
+WAYS = ("tier", "raw", "raw, 3 threads", "vLLM fs", "LMCache fs, direct", "LMCache disk")
 
 
 def make_ways(directory: Path, payload_nbytes: int, num_records: int) -> dict[str, tuple[Way, int]]:
@@ -143,10 +144,12 @@ def measure(way: Way, num_threads: int, what: str, buffers: Sequence[memoryview]
     return {"seconds": seconds, "cpu_s": cpu_s, "stall_ms": 1e3 * gaps[0]}
 
 
-def bench(directory: Path, *, payload_nbytes: int, total_nbytes: int, num_rounds: int) -> list[dict[str, Any]]:
-    """All ways, round by round."""
+def bench(
+    directory: Path, wanted: Sequence[str], *, payload_nbytes: int, total_nbytes: int, num_rounds: int
+) -> list[dict[str, Any]]:
+    """The ways that are wanted, round by round; `raw` is one of them."""
     num_records = max(_NUM_THREADS, total_nbytes // payload_nbytes)
-    ways = make_ways(directory, payload_nbytes, num_records)
+    ways = {name: way for name, way in make_ways(directory, payload_nbytes, num_records).items() if name in wanted}
     buffers = {name: [_random(way.record_nbytes) for _ in range(_NUM_THREADS)] for name, (way, _) in ways.items()}
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     try:
@@ -190,12 +193,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mib", type=count, default=256, help="written and read in each pass (256)")
     parser.add_argument("--rounds", type=count, default=5, help="rounds after the first (5)")
     parser.add_argument("--sizes", type=count, nargs="+", default=[1, 4, 16], help="records, MiB (1 4 16)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="beside raw (all)")
     args = parser.parse_args(argv)
     results: list[dict[str, Any]] = []
     for size in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
             results += bench(
-                Path(directory), payload_nbytes=size * _MIB, total_nbytes=args.mib * _MIB, num_rounds=args.rounds
+                Path(directory),
+                ["raw", *args.ways],
+                payload_nbytes=size * _MIB,
+                total_nbytes=args.mib * _MIB,
+                num_rounds=args.rounds,
             )
     rows = [
         (

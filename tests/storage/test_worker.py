@@ -690,19 +690,21 @@ def test_no_tier_is_made_without_host_memory():
     worker.close()
 
 
-def num_threads():
-    return sum(thread.name.startswith("tpu_offload-storage") for thread in threading.enumerate())
+def io_threads():
+    """Of all workers: those of earlier tests may end at any time, when they are garbage-collected."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
 
 
 def test_close_ends_threads_and_tier():
-    before = num_threads()
+    before = io_threads()
     engine = StorageEngine(tier=NAME)
-    assert num_threads() == before + 6
+    own = io_threads() - before
+    assert len(own) == 6
     engine.fill([0])
     engine.step(saves=[engine.cascade((1, 0))])
     disk = engine.disk
     engine.worker.close()
-    assert num_threads() == before
+    assert not own & io_threads()
     assert disk.num_closed == 1
 
 
@@ -730,9 +732,9 @@ def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch)
 def test_a_worker_that_is_never_closed_ends_its_threads():
     import gc
 
-    before = {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
+    before = io_threads()
     engine = StorageEngine(tier=NAME)
-    own = {t for t in threading.enumerate() if t.name.startswith("tpu_offload-storage")} - before
+    own = io_threads() - before
     assert len(own) == 6
     del engine
     gc.collect()
@@ -814,18 +816,18 @@ def test_a_clear_that_fails_is_reported():
 
 
 def test_close_ends_threads_that_wait_for_a_clear():
-    before = num_threads()
+    before = io_threads()
     engine = StorageEngine(job_timeout_s=0.1)
+    own = io_threads() - before
     engine.fill([0])
     engine.disk.gates["clear"] = gate = threading.Event()
     engine.step(saves=[dataclasses.replace(engine.cascade(), clears_storage=True)])
     engine.wait_for("clear")
     engine.worker.close()
     gate.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("tpu_offload-storage"):
-            thread.join(30)
-    assert num_threads() == before
+    for thread in own:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_the_first_reports_list_what_is_stored():
