@@ -4,9 +4,9 @@ Computing a prompt's KV takes
 
     FLOPs = 2 x active parameters x tokens + 2 x layers x heads x (qk width + v width) x attended tokens
 
-on chips that reach a part of their peak (MFU), where each token attends to all before it: half of the prefix on average.
-The break-even bandwidth is the bytes of the KV over that time. A tier that delivers more, from its index to HBM, brings a
-first token earlier; one that delivers less still frees a busy device of the FLOPs.
+on chips that reach a part of their peak (MFU). Each token attends to all before it: on average half of the prefix.
+The break-even bandwidth is the bytes of the KV over that time. A tier that delivers more, up to HBM, brings the first
+token earlier; one that delivers less still frees a busy device of the FLOPs.
 
 What it leaves out: parameters that a prefill hardly uses (the embedding, and the head, of which a prompt needs one row)
 count, so a model of 8B is up to 13 % faster than this; softmax, norms and collectives are in the MFU; a tier's latency
