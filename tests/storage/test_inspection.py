@@ -5,6 +5,8 @@ import fcntl
 import itertools
 import os
 import random
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -216,6 +218,26 @@ def test_a_clear_beside_an_engine_that_shares_a_server(valkey_server, monkeypatc
     engine.close()
 
 
+def test_a_cluster(tmp_path):
+    """Of one node: the client's calls are other ones."""
+    settings = ("--cluster-enabled", "yes", "--dir", str(tmp_path), "--cluster-require-full-coverage", "no")
+    with servers.running(servers.valkey(*settings)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            connection.sendall(b"CLUSTER ADDSLOTSRANGE 0 16383\r\n")
+            assert connection.recv(100).startswith(b"+OK")
+        options = f"valkey://127.0.0.1:{server.port}?cluster=true&timeout_s=5&connect_timeout_s=5"
+        fill(options, 5)
+        fill(options, 3, fingerprint=FINGERPRINTS[1])
+        with inspected(options) as inspector:
+            assert holdings(inspector) == [(FINGERPRINTS[1], 1, True, 3), (FINGERPRINTS[0], 1, True, 5)]
+            assert verdicts(inspector) == {Verdict.GOOD: 8}
+            _, (facts,) = inspector.facts()
+            assert facts["maxmemory_policy"] == "allkeys-lru"
+            inspector.clear(lambda num: None)
+            assert survey(inspector).num_records == 0
+        assert finds_nothing(options, 5)
+
+
 def test_a_clear_beside_an_engine_of_an_object_tier(tmp_path):
     """It cannot be seen. It finds nothing any more, and its next start drops what it has written since."""
     options = f"file://{tmp_path}/kv"
@@ -343,6 +365,15 @@ def test_a_damaged_directory_is_named(tmp_path, directory):
     assert finds_nothing(str(tmp_path), 4)
 
 
+def test_a_directory_of_another_worker_is_named(tmp_path, directory):
+    shutil.copytree(directory, tmp_path / "worker-2")
+    with inspected(str(tmp_path)) as inspector:
+        found = survey(inspector)
+        assert [(damage.place, damage.what) for damage in found.damages] == [("worker-2/directory.bin", "of worker 1")]
+        assert found.num_records == 4
+    assert finds_nothing(str(tmp_path), 4, worker_id=2)
+
+
 def test_of_two_hints_with_one_key_the_later_counts(tmp_path, directory):
     hints = (directory / "directory.bin").read_bytes()[PAGE_NBYTES:]
     change(directory / "directory.bin", PAGE_NBYTES + 4 * 64, hints[:64])
@@ -361,7 +392,8 @@ def test_keys_that_are_longer_than_a_hint(tmp_path):
     with inspected(str(tmp_path)) as inspector:
         assert sorted(record.key for record in Survey().records(inspector.scan())) == keys
         assert verdicts(inspector) == {Verdict.GOOD: 3}
-        flip(tmp_path / "worker-1" / "segment-000.kv", 80)
+        segment = tmp_path / "worker-1" / "segment-000.kv"
+        flip(segment, 80)
         assert verdicts(inspector) == {Verdict.GOOD: 2, Verdict.DAMAGED: 1}
 
 

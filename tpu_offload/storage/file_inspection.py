@@ -80,6 +80,9 @@ class FileInspector(StoreInspector):
             if directory.nbytes:
                 yield Damage(place=f"{worker.name}/{DIRECTORY_NAME}", what="header damaged, or of another version")
             return
+        if worker.name != f"worker-{header.worker_id}":  # its directory was copied or renamed
+            yield Damage(place=f"{worker.name}/{DIRECTORY_NAME}", what=f"of worker {header.worker_id}")
+            return
         yield dataclasses.replace(
             _generation(header, header.generation), last_write_s=(worker / DIRECTORY_NAME).stat().st_mtime
         )
@@ -96,7 +99,8 @@ class FileInspector(StoreInspector):
             if directory.key_nbytes(slot) > len(key):  # the hint has only its beginning
                 with contextlib.suppress(TransferError, OSError):
                     page = self.read(self._record(directory, slot, key), PAGE_NBYTES)
-                    key = read_header(memoryview(page)).key
+                    whole = read_header(memoryview(page)).key
+                    key = whole if whole.startswith(key) else key
             found.pop(key, None)
             found[key] = slot
         return found
@@ -142,7 +146,6 @@ class FileInspector(StoreInspector):
         directory = _Directory(worker)
         header, disk = directory.header, os.statvfs(worker)
         num_used = len(self._current(directory))
-        times = [(worker / DIRECTORY_NAME).stat().st_mtime] if directory.nbytes else [None]
         return {
             "worker_id": int(worker.name.split("-")[1]),
             "fingerprint": header.fingerprint if header else None,
@@ -153,7 +156,7 @@ class FileInspector(StoreInspector):
             "num_free_slots": len(directory.hints) - num_used,
             "disk_nbytes": sum(path.lstat().st_blocks * 512 for path in worker.iterdir()),
             "disk_free_nbytes": disk.f_bavail * disk.f_frsize,
-            "last_write_s": times[0],
+            "last_write_s": (worker / DIRECTORY_NAME).stat().st_mtime if directory.nbytes else None,
             "locked_by": _lock_holder(worker),
         }
 
