@@ -15,7 +15,16 @@ from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Decorator, number, option
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.errors import ConfigError, InputError
-from tpu_offload.storage import INSPECTORS, StoreInspector, Survey, Verification, open_inspector, sample, tier_of
+from tpu_offload.storage import (
+    INSPECTORS,
+    StoredRecord,
+    StoreInspector,
+    Survey,
+    Verification,
+    open_inspector,
+    sample,
+    tier_of,
+)
 
 _STORE = """STORE is the directory of a file tier, or the URL of an object or valkey tier, as in
 TPU_OFFLOAD_STORAGE_OPTIONS."""
@@ -89,11 +98,13 @@ def _check(argv: list[str], store: str, *, headers_only: bool, sample_size: int 
     name, survey = "stats" if headers_only else "verify", Survey()
     with _opened(store) as inspector, stop_on_interrupt() as stops:
         facts = inspector.facts()
-        records = itertools.takewhile(lambda record: not stops(), survey.records(inspector.scan()))
+        records: Iterator[StoredRecord] = itertools.takewhile(
+            lambda record: not stops(), survey.records(inspector.scan())
+        )
         num_records = inspector.num_records
         if sample_size is not None:
             chosen = sample(records, sample_size, random.Random())
-            records, num_records = iter(chosen), len(chosen)  # type: ignore[assignment]
+            records, num_records = iter(chosen), len(chosen)
         verification = Verification(inspector, headers_only=headers_only)
         with progress(num_records, what="records") as start:
             verification.run(records, on_record=start(name), stops=stops)
