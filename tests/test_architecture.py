@@ -31,7 +31,7 @@ ALLOWED = (
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
     | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
-    | {"cli": FOUNDATION | {"core", "engine", "measure", "replay", "sim", "cli"}}  # parses, calls and prints
+    | {"cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "cli"}}  # parses, calls and prints
 )
 
 
@@ -240,6 +240,7 @@ for what, step, *args in (
     ("sim", import_all, "tpu_offload.sim"),
     ("--help", command, "--help"),
     ("simulate --help", command, "simulate", "--help"),
+    ("tier --help", command, "tier", "ls", "--help"),
     ("simulate", command, "simulate", "--trace", sys.argv[1], "--sizes", "1", "--num-layers", "1"),
 ):
     if what == "simulate":
@@ -264,7 +265,7 @@ def test_decisions_and_simulations_start_without_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert list(seen) == ["core", "sim", "--help", "simulate --help", "simulate"]
+    assert list(seen) == ["core", "sim", "--help", "simulate --help", "tier --help", "simulate"]
     assert not any(seen.values()), seen
 
 
@@ -287,7 +288,9 @@ EXTRAS = {  # by part or file, the first one of its own; the others need none
     "engine": ("engine",),
     "cli": ("cli", "engine"),
     "storage/object.py": ("object",),
+    "storage/object_inspection.py": ("object",),
     "storage/valkey.py": ("valkey",),
+    "storage/valkey_inspection.py": ("valkey",),
 }
 
 

@@ -79,6 +79,17 @@ def test_division(run):
     assert report["runs"]["moving"][1]["hit_rate"] > report["runs"]["0.5"][1]["hit_rate"], "documents"
 
 
+def test_break_even(run):
+    """Its tables are those of docs/tiers.md."""
+    document = (ROOT / "docs/tiers.md").read_text()
+    said, report = run("bench_break_even", "")
+    assert said in document
+    assert {(row["model"], row["num_chips"]) for row in report["results"]} >= {("Llama-3.1-8B", 1), ("DeepSeek-V3", 32)}
+    said, report = run("bench_break_even", "--gb-per-s 0.85 1.6 12.5 100")
+    assert said in document
+    assert all(row["least_tokens"] == [1, 1] for row in report["results"] if row["gb_per_s"] == 100)
+
+
 def test_ranks(run):
     said, report = run("bench_ranks", "--ranks 1 2 --requests 3 --num-layers 2 --rounds 2")
     assert "3 requests a rank, 2 layers" in said

@@ -119,6 +119,18 @@ def test_answers_equal_those_without_a_connector(process, plain, engine, env, se
     assert outcome["freed"][-1]
 
 
+@pytest.mark.parametrize("engine", [{}, ASYNC], ids=["sync", "async"])
+def test_prefill_is_measured(process, plain, engine):
+    """Whether it is faster than loads depends on the machine; answers do not."""
+    steps = [GENERATE, *EMPTY_HBM, GENERATE]
+    engine = engine | NO_PREEMPTION
+    outcome = process.run({"engine": engine, "connector": ours(load_mode="auto"), "steps": steps})
+    assert outcome["error"] is None
+    assert answers(outcome) == answers(plain(steps, engine))
+    assert outcome["end"]["stats"]["prefill_tokens_per_s"] > 0
+    assert_nothing_leaked(outcome)
+
+
 def test_preemption(process, plain):
     """Requests that outgrow HBM are preempted, and find their blocks in the host tier."""
     steps = conversations(max_tokens=40)[:1]

@@ -30,6 +30,7 @@ def lack(monkeypatch):
         (["replay", "--help"], ["flax"], "replay needs flax, which is", "engine"),
         (["bench", "--quick"], ["flax", "matplotlib", "rich"], "bench needs rich, which is", "cli"),
         (["simulate", "--trace", "none.jsonl"], ["rich"], "simulate needs rich, which is", "cli"),
+        (["tier", "ls", "/none"], ["rich"], "tier needs rich, which is", "cli"),
     ],
 )
 def test_a_command_says_what_is_missing(lack, capsys, argv, lacking, missing, wanted):
@@ -57,7 +58,7 @@ def test_all_commands_are_listed_without_them(lack, capsys):
     out = capsys.readouterr().out
     assert main(["-h"]) == 0
     assert capsys.readouterr().out == out
-    assert all(f"  {name} " in out for name in ("replay", "bench", "simulate"))
+    assert all(f"  {name} " in out for name in ("replay", "bench", "simulate", "tier"))
 
 
 def test_without_click_nothing_starts():

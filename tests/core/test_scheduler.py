@@ -120,6 +120,22 @@ def test_duplicate_late_and_unknown_results_change_nothing_and_are_counted() -> 
     engine.scheduler.check_invariants()
 
 
+def test_it_says_whether_loads_are_in_flight() -> None:
+    worker = FakeWorker()
+    engine = FakeEngine(workers=[worker])
+    engine.add("a", tokens(18))
+    engine.step({"a": 18})
+    seen = [engine.scheduler.has_loads]
+    engine.apply(worker, worker.finish())
+    engine.remove("a")
+    engine.add("b", tokens(18))
+    engine.step({})
+    seen.append(engine.scheduler.has_loads)
+    engine.apply(worker, worker.finish())
+    seen.append(engine.scheduler.has_loads)
+    assert seen == [False, True, False], "not a save, a load, and its end"
+
+
 def test_two_requests_that_miss_the_same_prefix_cause_one_save() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(12))

@@ -188,7 +188,7 @@ def test_records_of_many_parts(store_url, monkeypatch):
 
 
 def test_deletion_in_batches(store_url, monkeypatch):
-    monkeypatch.setattr(object_tier, "_BATCH", 3)
+    monkeypatch.setattr(object_tier, "BATCH", 3)
     with opened(store_url) as tier:
         for i in range(8):
             write(tier, key_of(i), i)
@@ -199,10 +199,10 @@ def test_deletion_in_batches(store_url, monkeypatch):
 def test_names_and_keys():
     for key in (b"a", b"ab", bytes(101), bytes(256), *map(key_of, range(4))):
         name = object_tier._name_of(key)
-        assert object_tier._key_of(name) == key
+        assert object_tier.key_of(name) == key
         assert max(map(len, name.split("/"))) <= 200
     for name in ("", "ab", "ab.kv", "ab/cd", "ab/CD.kv", "ab/c.kv", "abc/d.kv", "ab/cd.kv#1", "ab/ cd.kv"):
-        assert object_tier._key_of(name) is None
+        assert object_tier.key_of(name) is None
 
 
 # --- faults -------------------------------------------------------------------------------------

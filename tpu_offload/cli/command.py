@@ -15,7 +15,14 @@ from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
 from tpu_offload.errors import InputError, OffloadError
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
+_EXTRAS = {
+    "click": "cli",
+    "flax": "engine",
+    "glide_sync": "valkey",
+    "matplotlib": "cli",
+    "obstore": "object",
+    "rich": "cli",
+}
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:

@@ -132,8 +132,8 @@ class OffloadConfig(pydantic.BaseModel):
     load_mode: LoadMode = Field(
         LoadMode.LOAD,
         description="`auto` loads KV from the host tier and from storage unless computing it is faster, by times "
-        "measured on this engine, and loads while these are not known (always with vLLM, which does not report the "
-        "time of prefill); `load` and `recompute` force one. Set `auto` with storage slower than a few GB/s.",
+        "measured on this engine, and loads while these are not known (always in vLLM with data-parallel ranks or "
+        "pipeline stages); `load` and `recompute` force one. Set `auto` with storage slower than a few GB/s.",
     )
     max_load_gb_per_step: float = Field(
         1.0,

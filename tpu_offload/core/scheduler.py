@@ -63,7 +63,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger, TierStats
-from tpu_offload.types import BlockHash, CacheEpoch, StepPlan, StepReport
+from tpu_offload.types import BlockHash, CacheEpoch, JobKind, StepPlan, StepReport
 
 _NO_UPDATE = Update()
 
@@ -443,6 +443,11 @@ class OffloadScheduler:
     def has_jobs(self) -> bool:
         """Whether a job is in flight or to be planned, or an update pending: keep calling `plan_step` and `apply`."""
         return bool(self._jobs or self._queue) or self._storage.has_plans or self._has_news
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether a load from the host tier is planned or in flight; a load that timed out counts while it may run."""
+        return bool(self._jobs.of(JobKind.LOAD) or self._jobs.late(JobKind.LOAD))
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the host tier since the last call, in order; empty without `record_events`.

@@ -2,6 +2,25 @@
 
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.format import RecordFormat
-from tpu_offload.storage.registry import STORAGE_TIERS, make_tier
+from tpu_offload.storage.inspection import Generation, Holding, StoredRecord, StoreInspector, Survey
+from tpu_offload.storage.registry import INSPECTORS, STORAGE_TIERS, make_tier, open_inspector, tier_of
+from tpu_offload.storage.verify import Verdict, Verification, sample
 
-__all__ = ["STORAGE_TIERS", "RecordFormat", "StorageSpec", "StorageTier", "make_tier"]
+__all__ = [
+    "INSPECTORS",
+    "STORAGE_TIERS",
+    "Generation",
+    "Holding",
+    "RecordFormat",
+    "StorageSpec",
+    "StorageTier",
+    "StoreInspector",
+    "StoredRecord",
+    "Survey",
+    "Verdict",
+    "Verification",
+    "make_tier",
+    "open_inspector",
+    "sample",
+    "tier_of",
+]

@@ -23,6 +23,7 @@ import re
 import secrets
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -39,13 +40,15 @@ _logger = logging.getLogger(__name__)
 
 _GB = 10**9
 _SEGMENT_NBYTES = 2**30
+_LOCK_AGAIN_S = 0.05
 _MAGIC = b"\x89TPUKVD\n"
 _VERSION = 1
 _HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nbytes, slots, generation, fingerprint
 _HINT_KEY_NBYTES = 46
-_HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
+HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
 _HINT_FIELDS = struct.Struct(f"<QQH{_HINT_KEY_NBYTES}s")
-_SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
+DIRECTORY_NAME, LOCK_NAME = "directory.bin", "lock"
+SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
 _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (number) and direct (auto or off)"
 
 
@@ -106,14 +109,14 @@ class FileTier(StorageTier):
         self._index: dict[bytes, int] = {}
         self._order = 0  # of the last write
         self._segments: list[_Segment] = []
-        self._segment_slots = max(1, _SEGMENT_NBYTES // spec.record_nbytes)
+        self._segment_slots = slots_per_segment(spec.record_nbytes)
         path = os.path.join(options.directory, f"worker-{spec.worker_id}")
         try:
             os.makedirs(path, exist_ok=True)
-            self._lock = _lock(path)
+            self._lock = lock(path)
             try:
                 sizes = self._check_space(path, options)
-                self._directory = _Directory(os.path.join(path, "directory.bin"), spec)
+                self._directory = _Directory(os.path.join(path, DIRECTORY_NAME), spec)
                 for name, nbytes in sizes.items():
                     self._segments.append(_Segment(os.path.join(path, name), nbytes, direct=options.direct))
             except BaseException:
@@ -133,11 +136,11 @@ class FileTier(StorageTier):
         """Deletes segments that are too many; returns the names and sizes of all, if there is space for them."""
         spec, slots = self.spec, self._segment_slots
         sizes = {
-            f"segment-{first // slots:03}.kv": min(slots, spec.num_chunks - first) * spec.record_nbytes
+            segment_name(first // slots): min(slots, spec.num_chunks - first) * spec.record_nbytes
             for first in range(0, spec.num_chunks, slots)
         }
         for name in os.listdir(path):
-            if _SEGMENT_NAME.fullmatch(name) and name not in sizes:
+            if SEGMENT_NAME.fullmatch(name) and name not in sizes:
                 os.unlink(os.path.join(path, name))
         needed = sum(sizes.values()) - sum(_allocated_nbytes(os.path.join(path, name)) for name in sizes)
         disk = os.statvfs(path)
@@ -212,7 +215,7 @@ class FileTier(StorageTier):
             if slot is None:
                 continue
             try:
-                self._directory.write(slot, bytes(_HINT.itemsize))
+                self._directory.write(slot, bytes(HINT.itemsize))
             except OSError as e:  # then the next start lists the key, and its record is intact, or another's
                 error = e
             with self._mutex:
@@ -245,6 +248,36 @@ class FileTier(StorageTier):
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryHeader:
+    """The header page of `directory.bin`.
+
+    Attributes:
+      worker_id: the worker.
+      record_nbytes: size of every record.
+      generation: hints and records of another one do not count.
+      fingerprint: in hexadecimal.
+    """
+
+    worker_id: int
+    record_nbytes: int
+    generation: int
+    fingerprint: str
+
+    @classmethod
+    def parse(cls, page: bytes) -> "DirectoryHeader | None":
+        """Reads the page; None if it is short, damaged or of another version."""
+        if len(page) < PAGE_NBYTES or xxhash.xxh3_64_digest(page[:-8]) != page[-8:]:
+            return None
+        magic, version, worker_id, zero, record_nbytes, _, generation, fingerprint = _HEADER.unpack_from(page)
+        if (magic, version, zero) != (_MAGIC, _VERSION, 0):
+            return None
+        return cls(
+            worker_id=worker_id, record_nbytes=record_nbytes, generation=generation, fingerprint=fingerprint.hex()
+        )
+
+
+@final
 class _Directory:
     """`directory.bin`: a header, which is always durable, and hints."""
 
@@ -255,22 +288,22 @@ class _Directory:
             self.generation = self._read_header()
             if not self.generation:
                 self.renew()
-            os.ftruncate(self._fd, PAGE_NBYTES + spec.num_chunks * _HINT.itemsize)
+            os.ftruncate(self._fd, PAGE_NBYTES + spec.num_chunks * HINT.itemsize)
         except BaseException:
             self.close()
             raise
 
     def _read_header(self) -> int:
         """The generation; 0 if the directory is new, damaged or not of this spec."""
-        page = os.pread(self._fd, PAGE_NBYTES, 0)
-        if len(page) < PAGE_NBYTES or xxhash.xxh3_64_digest(page[:-8]) != page[-8:]:
+        header = DirectoryHeader.parse(os.pread(self._fd, PAGE_NBYTES, 0))
+        spec = self._spec
+        if header is None:
             return 0
-        *found, generation, fingerprint = _HEADER.unpack_from(page)
-        expected = [_MAGIC, _VERSION, self._spec.worker_id, 0, self._spec.record_nbytes]
-        if found[:-1] != expected or fingerprint.hex() != self._spec.fingerprint:
+        found = header.worker_id, header.record_nbytes, header.fingerprint
+        if found != (spec.worker_id, spec.record_nbytes, spec.fingerprint):
             _logger.warning("what another model, or other settings, left in the storage directory is dropped")
             return 0
-        return int(generation)
+        return header.generation
 
     def renew(self) -> None:
         """Begins a generation that was never used before, durably: all that was stored is invalid."""
@@ -287,8 +320,8 @@ class _Directory:
 
     def read(self) -> "np.ndarray[Any, Any]":
         """The hints of all slots."""
-        data = b"".join(self._pieces(self._spec.num_chunks * _HINT.itemsize))
-        return np.frombuffer(data, _HINT)
+        data = b"".join(self._pieces(self._spec.num_chunks * HINT.itemsize))
+        return np.frombuffer(data, HINT)
 
     def _pieces(self, nbytes: int) -> Iterator[bytes]:
         start = PAGE_NBYTES
@@ -298,7 +331,7 @@ class _Directory:
         yield bytes(nbytes)
 
     def write(self, slot: int, hint: bytes) -> None:
-        _write(self._fd, PAGE_NBYTES + slot * _HINT.itemsize, memoryview(hint))
+        _write(self._fd, PAGE_NBYTES + slot * HINT.itemsize, memoryview(hint))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -370,11 +403,32 @@ def _write(fd: int, offset: int, source: memoryview) -> None:
         offset, source = offset + num_written, source[num_written:]
 
 
-def _lock(path: str) -> int:
-    """Locks a worker's directory until the file is closed, or the process has ended."""
-    fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def slots_per_segment(record_nbytes: int) -> int:
+    """Slots of records of this size in all segments but the last."""
+    return max(1, _SEGMENT_NBYTES // record_nbytes)
+
+
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"segment-{number:03}.kv"
+
+
+def lock(path: str) -> int:
+    """Locks a worker's directory until the file is closed, or the process has ended.
+
+    Returns:
+      The descriptor of the file.
+    Raises:
+      ConfigError: another process has locked it.
+      OSError: the file cannot be written.
+    """
+    fd = os.open(os.path.join(path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # `tpu-offload tier` takes it for an instant, to see whether it is held
+            time.sleep(_LOCK_AGAIN_S)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         _write(fd, 0, memoryview(f"pid {os.getpid()}".encode()))
     except BlockingIOError:

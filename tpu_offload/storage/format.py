@@ -48,6 +48,10 @@ class RecordError(TransferError):
     """A record that was read cannot be used."""
 
 
+class UnknownVersionError(RecordError):
+    """A record of another version of the format."""
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
@@ -173,7 +177,9 @@ def read_header(record: memoryview) -> Header:
     if magic != MAGIC:
         raise RecordError("storage returned bytes that are not a record")
     if (version, header_nbytes, flags) != (VERSION, PAGE_NBYTES, 0):
-        raise RecordError(f"storage returned a record of version {version}, flags {flags:#x}; expected {VERSION}, 0")
+        raise UnknownVersionError(
+            f"storage returned a record of version {version}, flags {flags:#x}; expected {VERSION}, 0"
+        )
     if xxhash.xxh3_64_digest(record[:_CHECKED_NBYTES]) != bytes(record[_CHECKED_NBYTES:PAGE_NBYTES]):
         raise RecordError("storage returned a record whose header is damaged")
     return Header(
@@ -189,3 +195,21 @@ def read_header(record: memoryview) -> Header:
 
 def _text(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def check_record(record: memoryview) -> Header:
+    """Reads a record of any model and key, and checks all of it: what can be said without knowing what was asked for.
+
+    Args:
+      record: all of its bytes, and no more.
+    Raises:
+      UnknownVersionError: it is of another version.
+      RecordError: header or payload is damaged, or the length is not the record's.
+    """
+    header = read_header(record)
+    expected_nbytes = PAGE_NBYTES + -(-header.payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    if len(record) != expected_nbytes:
+        raise RecordError(f"storage returned {len(record)} bytes; expected a record of {expected_nbytes}")
+    if xxhash.xxh3_128_digest(record[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]) != header.checksum:
+        raise RecordError("storage returned a record whose payload is damaged or incomplete")
+    return header

@@ -42,13 +42,13 @@ _logger = logging.getLogger(__name__)
 type Store = S3Store | GCSStore | LocalStore | MemoryStore
 
 _EXAMPLE = "gs://bucket/prefix"
-_MARKER = "generation"
+MARKER = "generation"
 _MAX_PART = 200  # characters between slashes: file systems allow 255
 _STREAM_NBYTES = 1 << 20
-_STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
-_BATCH = 1000
+STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
+BATCH = 1000
 _SUFFIX = ".kv"  # so that no object of a long key is below one of a shorter key
-_GENERATION = re.compile(r"[0-9a-f]{16}")
+GENERATION = re.compile(r"[0-9a-f]{16}")
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
@@ -70,11 +70,11 @@ class ObjectTier(StorageTier):
 
     def __init__(self, spec: StorageSpec) -> None:
         super().__init__(spec)
-        self._store, self._directory = _open(spec.options)
+        self._store, self._directory = open_store(spec.options)
         self._root = f"{spec.fingerprint}/{spec.worker_id}"
-        self._marker = f"{self._root}/{_MARKER}"
+        self._marker = f"{self._root}/{MARKER}"
         self._lock = threading.Lock()
-        self._generation = _new_generation()
+        self._generation = new_generation()
         self._is_published = False
         self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
@@ -97,7 +97,7 @@ class ObjectTier(StorageTier):
             if "NoSuchBucket" in str(e):
                 raise
             return False
-        if not _GENERATION.fullmatch(found):
+        if not GENERATION.fullmatch(found):
             return False
         self._generation, self._is_published = found, True
         return True
@@ -109,17 +109,17 @@ class ObjectTier(StorageTier):
             raise self._refused(error) from None
         if any(server in text for server in _METADATA_SERVERS):
             raise ConfigError(
-                f"{SETTING}: {_where(self._store)}: no credentials in the environment, and no metadata server "
-                f"({_reason(error)})"
+                f"{SETTING}: {where(self._store)}: no credentials in the environment, and no metadata server "
+                f"({reason(error)})"
             ) from None
         _logger.warning(
             "storage tier: %s does not answer (%s); it starts empty, and is used once it answers",
-            _where(self._store),
-            _reason(error),
+            where(self._store),
+            reason(error),
         )
 
     def _refused(self, error: BaseException) -> ConfigError:
-        return ConfigError(f"{SETTING}: {_where(self._store)} cannot be used: {_reason(error)}")
+        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}")
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
@@ -129,7 +129,7 @@ class ObjectTier(StorageTier):
         try:
             obstore.put(self._store, self._name(key), data, use_multipart=False)
         except (BaseError, OSError) as e:
-            raise OSError(_reason(e)) from e
+            raise OSError(reason(e)) from e
 
     def read(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.read`."""
@@ -143,15 +143,15 @@ class ObjectTier(StorageTier):
                 start, end = end, end + len(data)
                 np.copyto(target[start:end], data)  # without the interpreter's lock
         except FileNotFoundError as e:
-            raise KeyError(_reason(e)) from e
+            raise KeyError(reason(e)) from e
         except (BaseError, OSError, ValueError) as e:  # ValueError: more bytes than there is room for
-            raise OSError(_reason(e)) from e
+            raise OSError(reason(e)) from e
         if end != len(target):
             raise OSError(f"the store sent {end} bytes of {len(target)}")
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
-        self._delete([self._name(key) for key in keys])
+        delete_objects(self._store, [self._name(key) for key in keys])
 
     def stored_keys(self) -> Sequence[bytes]:
         """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.
@@ -162,9 +162,9 @@ class ObjectTier(StorageTier):
             return ()
         try:
             kept, surplus, others = self._listing()
-            self._delete(surplus)
+            delete_objects(self._store, surplus)
         except (BaseError, OSError) as e:
-            _logger.warning("storage tier: %s cannot be listed (%s); it starts empty", _where(self._store), _reason(e))
+            _logger.warning("storage tier: %s cannot be listed (%s); it starts empty", where(self._store), reason(e))
             self._renew()
             return ()
         self._sweep(others)
@@ -195,10 +195,10 @@ class ObjectTier(StorageTier):
             _remove_staging_files(self._directory / self._root)
         prefix = f"{self._root}/{self._generation}/"
         found, surplus, others = [], [], set()
-        for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=_BATCH)):
+        for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=BATCH)):
             path = entry["path"]
             generation = path.removeprefix(f"{self._root}/").split("/")[0]
-            key = _key_of(path.removeprefix(prefix))
+            key = key_of(path.removeprefix(prefix))
             if generation != self._generation:
                 others.add(generation)
             elif key is None or entry["size"] != self.spec.record_nbytes:
@@ -208,13 +208,13 @@ class ObjectTier(StorageTier):
         found.sort()
         first = max(0, len(found) - self.spec.num_chunks)
         surplus += [self._name(key) for _, key in found[:first]]
-        return [key for _, key in found[first:]], surplus, others - {_MARKER}
+        return [key for _, key in found[first:]], surplus, others - {MARKER}
 
     def _renew(self) -> None:
         """Begins a new generation, which `_publish` makes durable."""
         with self._lock:
             self._earlier.add(self._generation)
-            self._generation = _new_generation()
+            self._generation = new_generation()
             self._is_published = False
 
     def _publish(self) -> None:
@@ -225,28 +225,8 @@ class ObjectTier(StorageTier):
             try:
                 obstore.put(self._store, self._marker, self._generation.encode(), use_multipart=False)
             except (BaseError, OSError) as e:
-                raise OSError(_reason(e)) from e
+                raise OSError(reason(e)) from e
             self._is_published = True
-
-    def _delete(self, names: Sequence[str]) -> None:
-        for batch in itertools.batched(names, _BATCH):
-            try:
-                if not isinstance(self._store, (S3Store, MemoryStore)):
-                    raise FileNotFoundError  # some may be missing, and a batch ends at the first of them
-                obstore.delete(self._store, batch)
-            except FileNotFoundError:
-                self._delete_one_by_one(batch)
-            except (BaseError, OSError) as e:
-                raise OSError(_reason(e)) from e
-
-    def _delete_one_by_one(self, names: Sequence[str]) -> None:
-        for name in names:
-            try:
-                obstore.delete(self._store, name)
-            except FileNotFoundError:
-                pass
-            except (BaseError, OSError) as e:
-                raise OSError(_reason(e)) from e
 
     def _sweep(self, generations: Iterable[str]) -> None:
         """Deletes earlier generations in the background."""
@@ -264,26 +244,60 @@ class ObjectTier(StorageTier):
                 if self._directory is not None:
                     shutil.rmtree(self._directory / root, ignore_errors=True)
                     continue
-                for entries in obstore.list(self._store, root, chunk_size=_BATCH):
+                for entries in obstore.list(self._store, root, chunk_size=BATCH):
                     if self._stop.is_set():
                         return
-                    self._delete([entry["path"] for entry in entries])
+                    delete_objects(self._store, [entry["path"] for entry in entries])
         except (BaseError, OSError) as e:
             _logger.warning(
                 "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
-                _where(self._store),
-                _reason(e),
+                where(self._store),
+                reason(e),
             )
 
 
-def _open(text: str) -> tuple[Store, Path | None]:
-    """The store of a URL, and its directory if it is one."""
+def delete_objects(store: Store, names: Sequence[str]) -> None:
+    """Deletes objects; those that are missing are ignored.
+
+    Raises:
+      OSError: some of them may still be stored.
+    """
+    for batch in itertools.batched(names, BATCH):
+        try:
+            if not isinstance(store, (S3Store, MemoryStore)):
+                raise FileNotFoundError  # some may be missing, and a batch ends at the first of them
+            obstore.delete(store, batch)
+        except FileNotFoundError:
+            _delete_one_by_one(store, batch)
+        except (BaseError, OSError) as e:
+            raise OSError(reason(e)) from e
+
+
+def _delete_one_by_one(store: Store, names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            obstore.delete(store, name)
+        except FileNotFoundError:
+            pass
+        except (BaseError, OSError) as e:
+            raise OSError(reason(e)) from e
+
+
+def open_store(text: str, *, create: bool = True) -> tuple[Store, Path | None]:
+    """The store of a URL, and its directory if it is one.
+
+    Args:
+      text: `TPU_OFFLOAD_STORAGE_OPTIONS`.
+      create: a directory is created if it is missing; else it is an error.
+    Raises:
+      ConfigError: it is no such URL, or the store cannot be opened.
+    """
     options = UrlOptions(text, schemes={"gs": 0, "s3": 0, "file": 0, "memory": 0}, example=_EXAMPLE)
     if options.scheme in ("file", "memory"):
         options.end()
         if options.scheme == "memory":
             return MemoryStore(), None
-        return _open_directory(options)
+        return _open_directory(options, create=create)
     if not options.place:
         raise ConfigError(f"{SETTING}={one_line(text)} has no bucket; expected such as {_EXAMPLE}")
     timeout_s = options.number("timeout_s", 10.0, least=0.05, most=3600)
@@ -309,7 +323,7 @@ def _open(text: str) -> tuple[Store, Path | None]:
     try:
         return store.from_url(url, config=config, client_options=client, retry_config=retry), None  # type: ignore[arg-type]
     except (BaseError, OSError, ValueError) as e:
-        raise ConfigError(f"{SETTING}: {url} cannot be opened: {_reason(e)}") from None
+        raise ConfigError(f"{SETTING}: {url} cannot be opened: {reason(e)}") from None
 
 
 def _s3(options: UrlOptions) -> Mapping[str, Any]:
@@ -332,28 +346,30 @@ def _gcs(options: UrlOptions) -> Mapping[str, Any]:
     return config
 
 
-def _open_directory(options: UrlOptions) -> tuple[Store, Path]:
+def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
     path = Path(options.path)
     if options.place or not path.is_absolute() or path == Path("/"):
         raise ConfigError(
             f"{SETTING}=file://{options.place}{options.path}; expected an absolute path, file:///mnt/cache"
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
-        raise ConfigError(f"{SETTING}=file://{options.path} cannot be opened: {_reason(e)}") from None
+        raise ConfigError(f"{SETTING}=file://{options.path} cannot be opened: {reason(e)}") from None
 
 
 def _remove_staging_files(root: Path) -> None:
     """Removes files whose writer was killed. obstore does not list them."""
     for directory, _, names in os.walk(root):
         for name in names:
-            if _STAGING.search(name):
+            if STAGING.search(name):
                 Path(directory, name).unlink(missing_ok=True)
 
 
-def _new_generation() -> str:
+def new_generation() -> str:
+    """The name of a generation that was never used before."""
     return secrets.token_hex(8)
 
 
@@ -363,7 +379,7 @@ def _name_of(key: bytes) -> str:
     return "/".join((digits[:2], *(rest[i : i + _MAX_PART] for i in range(0, len(rest), _MAX_PART))))
 
 
-def _key_of(name: str) -> bytes | None:
+def key_of(name: str) -> bytes | None:
     """The key of a name; None if it is none of ours."""
     try:
         key = bytes.fromhex(name.replace("/", "").removesuffix(_SUFFIX))
@@ -372,11 +388,12 @@ def _key_of(name: str) -> bytes | None:
     return key if _name_of(key) == name else None
 
 
-def _where(store: Store) -> str:
+def where(store: Store) -> str:
+    """The store, for messages."""
     return one_line(store)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What went wrong, from an error of obstore, which has the request, the answer and a debug dump in many lines."""
     text = str(error)
     for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):

@@ -5,6 +5,7 @@ import importlib
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.values import one_line
 
 STORAGE_TIERS: dict[str, str] = {
@@ -14,6 +15,17 @@ STORAGE_TIERS: dict[str, str] = {
 }
 """The `module:Class` of each tier, by name; modules are imported on use."""
 
+INSPECTORS: dict[str, tuple[str, str, str]] = {
+    "file": ("tpu_offload.storage.file_inspection", "FileInspector", ""),
+    "object": ("tpu_offload.storage.object_inspection", "ObjectInspector", "obstore"),
+    "valkey": ("tpu_offload.storage.valkey_inspection", "ValkeyInspector", "glide_sync"),
+}
+"""By tier: module and class of its `StoreInspector`, and the optional package that it needs."""
+
+_SCHEMES = {
+    "object": ("gs", "s3", "file", "memory"),
+    "valkey": ("valkey", "valkeys", "redis", "rediss"),
+}
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
 
@@ -49,3 +61,34 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
         raise
     except Exception as e:
         raise ConfigError(f"{what}: it cannot be made ({type(e).__name__}: {one_line(e)}) with {one_line(spec)}") from e
+
+
+def tier_of(options: str) -> str:
+    """The name of the registered tier whose options these are: a directory is a `file` tier's, URLs tell by scheme.
+
+    Raises:
+      ConfigError: no tier has URLs of this scheme.
+    """
+    scheme, separator, _ = options.partition("://")
+    if not separator:
+        return "file"
+    for tier, schemes in _SCHEMES.items():
+        if scheme in schemes:
+            return tier
+    known = ", ".join(f"{scheme}://" for schemes in _SCHEMES.values() for scheme in schemes)
+    raise ConfigError(f"{one_line(scheme)}:// is no storage tier; expected a directory, or one of {known}")
+
+
+def open_inspector(options: str) -> StoreInspector:
+    """Opens what a registered tier has stored, to list, read or clear it without an engine.
+
+    Args:
+      options: as `TPU_OFFLOAD_STORAGE_OPTIONS` of the tier.
+    Raises:
+      ConfigError: the options are wrong, or there is nothing of that tier.
+      ImportError: the tier's library is not installed.
+      OSError: the store does not answer.
+    """
+    module, name, _ = INSPECTORS[tier_of(options)]
+    found: type[StoreInspector] = getattr(importlib.import_module(module), name)
+    return found(options)  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from glide_sync import (
@@ -55,12 +55,15 @@ _logger = logging.getLogger(__name__)
 
 type Client = GlideClient | GlideClusterClient
 
-_EXAMPLE = "valkey://host:6379"
-_SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
+MARKER = "generation"
+PREFIX = "tpu_offload:"
+EXAMPLE = "valkey://host:6379"
+SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
 """Whether a scheme has TLS."""
 _PORT = 6379
 _ASK_S = 1.0  # how often the generation is read
-_BATCH = 4096  # keys in one round trip
+BATCH = 1000  # keys in one call
+_FIND_BATCH = 4096  # keys in one round trip of a look-up
 # Signs in an error of the library, which has no types for them, that the server may answer later.
 _UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
 
@@ -82,13 +85,13 @@ class ValkeyTier(StorageTier):
 
     def __init__(self, spec: StorageSpec) -> None:
         super().__init__(spec)
-        options = UrlOptions(spec.options, schemes=_SCHEMES, example=_EXAMPLE)
+        options = UrlOptions(spec.options, schemes=SCHEMES, example=EXAMPLE)
         self._where = f"{options.scheme}://{options.place}"
         ttl_s = int(options.number("ttl_s", 0, least=0, most=2**31))
         self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
-        connect = _connector(options)
-        self._root = f"tpu_offload:{spec.fingerprint}:{spec.worker_id}:"
-        self._marker = f"{self._root}generation".encode()
+        connect = connector(options)
+        self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
+        self._marker = f"{self._root}{MARKER}".encode()
         self._lock = threading.Lock()
         self._generation = ""  # unknown until the server has answered
         self._is_published = True
@@ -110,12 +113,12 @@ class ValkeyTier(StorageTier):
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the server does not answer; raises ConfigError if it has refused."""
         if not any(sign in str(error) for sign in _UNREACHABLE):
-            raise ConfigError(f"{SETTING}: {self._where} cannot be used: {_reason(error)}") from None
+            raise ConfigError(f"{SETTING}: {self._where} cannot be used: {reason(error)}") from None
         _logger.warning(
             "storage tier: %s does not answer (%s); it is used once it answers%s",
             self._where,
-            _reason(error),
-            "; does it have TLS?" if _SCHEMES[self._where.split(":")[0]] else "",
+            reason(error),
+            "; does it have TLS?" if SCHEMES[self._where.split(":")[0]] else "",
         )
 
     def _check_bound(self) -> None:
@@ -150,8 +153,8 @@ class ValkeyTier(StorageTier):
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
         prefix = self._prefix()
-        for i in range(0, len(keys), _BATCH):
-            names: list[Any] = [prefix + key for key in keys[i : i + _BATCH]]
+        for i in range(0, len(keys), BATCH):
+            names: list[Any] = [prefix + key for key in keys[i : i + BATCH]]
             self._call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
 
     def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
@@ -163,7 +166,7 @@ class ValkeyTier(StorageTier):
         """See `StorageTier.clear`. It empties the tier of every engine; the server evicts the records in time."""
         with self._lock:
             self._left.add(self._generation)
-            self._generation = _new_generation()
+            self._generation = new_generation()
             self._num_clears += 1
             self._is_published = False
         self._ask()
@@ -179,7 +182,7 @@ class ValkeyTier(StorageTier):
         try:
             return call()
         except GlideError as e:
-            raise OSError(_reason(e)) from e
+            raise OSError(reason(e)) from e
 
     def _prefix(self) -> bytes:
         """Of this generation's keys, which is read from the server at most once a second.
@@ -211,13 +214,13 @@ class ValkeyTier(StorageTier):
         client = self._askers
         found = client.get(self._marker) if is_published else None
         if is_published and found is None:  # nobody has been here, or the server has lost it
-            ours = ours or _new_generation()
+            ours = ours or new_generation()
             client.set(self._marker, ours, conditional_set=ConditionalChange.ONLY_IF_DOES_NOT_EXIST)
             found = client.get(self._marker)  # of whoever was first
         theirs = (found or b"").decode("ascii", "replace")
-        if len(theirs) == len(_new_generation()) and theirs.isalnum() and theirs not in self._left:
+        if len(theirs) == len(new_generation()) and theirs.isalnum() and theirs not in self._left:
             return theirs
-        ours = ours or _new_generation()
+        ours = ours or new_generation()
         client.set(self._marker, ours)
         return ours
 
@@ -227,7 +230,7 @@ class ValkeyTier(StorageTier):
         first = num_keys = 0
         for end, group in enumerate(groups, 1):
             num_keys += len(group)
-            if num_keys >= _BATCH or end == len(groups):
+            if num_keys >= _FIND_BATCH or end == len(groups):
                 names = [[prefix + key for key in keys] for keys in groups[first:end]]
                 counts += self._call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
                 first, num_keys = end, 0
@@ -249,9 +252,35 @@ class ValkeyTier(StorageTier):
         return list(answer or ())
 
 
-def _connector(options: UrlOptions) -> Callable[[], Client]:
-    """Makes a client of a URL; it connects by its first call."""
-    use_tls = _SCHEMES[options.scheme]
+def scan_names(client: Client, pattern: bytes) -> Iterator[list[bytes]]:
+    """The names of a server, or of all of a cluster, in batches. One may come twice.
+
+    Raises:
+      GlideError: the server does not answer.
+    """
+    if isinstance(client, GlideClusterClient):
+        nodes: Any = ClusterScanCursor()  # type: ignore[no-untyped-call]
+        while not nodes.is_finished():
+            answer: Any = client.scan(nodes, match=pattern, count=BATCH)
+            nodes = answer[0]
+            yield answer[1]
+        return
+    cursor: Any = b"0"
+    while True:
+        found: Any
+        cursor, found = client.scan(cursor, match=pattern, count=BATCH)
+        yield found
+        if cursor == b"0":
+            return
+
+
+def connector(options: UrlOptions) -> Callable[[], Client]:
+    """Makes a client of a URL; it connects by its first call.
+
+    Raises:
+      ConfigError: the options are wrong.
+    """
+    use_tls = SCHEMES[options.scheme]
     is_cluster = options.boolean("cluster", False)
     user = options.text("user")
     password = (options.file("password_file") or b"").decode(errors="replace").rstrip("\r\n")
@@ -297,14 +326,16 @@ def _address(options: UrlOptions, text: str) -> NodeAddress:
     host, port = (host, port) if colon else (text, str(_PORT))
     if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"{SETTING}={options.scheme}://{options.place}; expected such as {_EXAMPLE}, with commas between"
+            f"{SETTING}={options.scheme}://{options.place}; expected such as {EXAMPLE}, with commas between"
         )
     return NodeAddress(host.strip("[]"), int(port))
 
 
-def _new_generation() -> str:
+def new_generation() -> str:
+    """The name of a generation that was never used before."""
     return secrets.token_hex(8)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -39,6 +39,7 @@ class PlanMessage:
       background_job_ids: loads of the plan that vLLM waits for: no forward pass needs them before vLLM knows that they
         have ended.
       scheduler_id: identifies the scheduler side that it is from.
+      is_timed: the workers report the end of the step (`ReportMessage.timed_step_id`).
     """
 
     plan: StepPlan
@@ -49,6 +50,7 @@ class PlanMessage:
     finished_req_ids: frozenset[str] = frozenset()
     background_job_ids: frozenset[int] = frozenset()
     scheduler_id: str = ""
+    is_timed: bool = False
 
 
 @final
@@ -77,6 +79,7 @@ class ReportMessage:
         tainted one on.
       needs_reset: a load failed after steps had computed on its blocks, so KV that was saved since may be wrong.
       computed_on_invalid: a step has computed on blocks that are reported invalid with this message.
+      timed_step_id: the plan of the step that this is the report of, if it `is_timed`.
     """
 
     reports: tuple[StepReport, ...]
@@ -84,6 +87,7 @@ class ReportMessage:
     tainted: tuple[tuple[str, tuple[int, ...]], ...] = ()
     needs_reset: bool = False
     computed_on_invalid: bool = False
+    timed_step_id: int | None = None
 
     def merged(self, other: "ReportMessage") -> "ReportMessage":
         """One message for two of one step."""
@@ -93,6 +97,7 @@ class ReportMessage:
             self.tainted + other.tainted,
             self.needs_reset or other.needs_reset,
             self.computed_on_invalid or other.computed_on_invalid,
+            self.timed_step_id if other.timed_step_id is None else other.timed_step_id,
         )
 
 

@@ -40,11 +40,13 @@ from tpu_offload import (
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
+from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
 from tpu_offload.adapters.vllm.step_clock import StepClock
 from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
+from tpu_offload.config import LoadMode
 from tpu_offload.core.policies import find_policy
 
 if TYPE_CHECKING:
@@ -119,6 +121,9 @@ class SchedulerSide:
         self._has_ranks = num_ranks > 1
         # A `DPScheduler` makes no steps for copies in flight alone.
         self._clock = StepClock(clock) if self._has_ranks else clock
+        # Only where prefill is compared with loads, and a step has all that the engine computes at a time.
+        is_timed = config.load_mode is LoadMode.AUTO and num_ranks == 1 and num_stages == 1
+        self._prefill_times = PrefillTimes(clock) if is_timed else None
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
         # None until the workers have reported the layout, with the first step. Until then the host tier has no memory.
         self._offload: OffloadScheduler | None = None
@@ -298,7 +303,36 @@ class SchedulerSide:
         self._apply_update(self._offload.take_update())  # not only on reports: workers may be silent
         self._stats_changed |= not plan.empty
         known_tokens, self._known_tokens = tuple(self._known_tokens), []
-        return dataclasses.replace(message, plan=plan, known_tokens=known_tokens, background_job_ids=in_background)
+        return dataclasses.replace(
+            message,
+            plan=plan,
+            known_tokens=known_tokens,
+            background_job_ids=in_background,
+            is_timed=self._begin_timing(output, plan.step_id),
+        )
+
+    def _begin_timing(self, output: "SchedulerOutput", step_id: int) -> bool:
+        """Times the step if prefill is measured and the step computes something; returns whether it does."""
+        if self._prefill_times is None or not output.total_num_scheduled_tokens:
+            return False
+        self._prefill_times.begin(step_id, self._prefill_work(output))
+        return True
+
+    def _prefill_work(self, output: "SchedulerOutput") -> PrefillWork | None:
+        """What a step computes of prompts; None if it does not tell how fast prefill is."""
+        assert self._offload is not None, "without a layout nothing is planned"
+        num_scheduled = output.num_scheduled_tokens
+        # A step of decodes has about one token a request: it is recognized without a look at each of them.
+        if output.total_num_scheduled_tokens < 2 * len(num_scheduled) or self._offload.has_loads:
+            return None
+        spans = []
+        for request_id, num_tokens in num_scheduled.items():
+            entry = self._active.get(request_id)
+            if entry is None:
+                return None
+            first = entry.request.num_computed_tokens
+            spans.append((first, first + num_tokens, first + 1 < entry.request.num_tokens))
+        return prefill_work(spans)
 
     def apply(self, messages: "KVConnectorWorkerMetadata | None") -> None:
         """Applies the workers' reports after a step.
@@ -328,6 +362,11 @@ class SchedulerSide:
             self._offload = self._make_scheduler()
         for report in reports:
             self._apply_update(self._offload.apply(report))
+        if self._prefill_times is not None and message.timed_step_id is not None:
+            measured = self._prefill_times.end(message.timed_step_id)
+            if measured is not None:
+                work, seconds = measured
+                self._offload.swap.observe_prefill(work.num_tokens, seconds, work.num_attended)
         if message.needs_reset:
             self.reset()
 

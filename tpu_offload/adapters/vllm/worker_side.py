@@ -264,7 +264,8 @@ class WorkerSide:
         tainted = self._tokens.take_newly_tainted() if self._tokens is not None else ()
         needs_reset, self._needs_reset = self._needs_reset, False
         computed, self._computed_on_invalid = self._computed_on_invalid, False
-        if not (reports or layouts or tainted or needs_reset or computed):
+        timed_step_id = self._message.plan.step_id if self._message.is_timed else None
+        if not (reports or layouts or tainted or needs_reset or computed or timed_step_id is not None):
             return None
         of_ranks = [tuple(reports)]
         if self._ranks is not None:
@@ -277,6 +278,7 @@ class WorkerSide:
                     tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
                     needs_reset,
                     computed,
+                    timed_step_id,
                 )
                 for rank, (scheduler_id, own) in enumerate(zip(self._scheduler_ids, of_ranks, strict=True))
             }

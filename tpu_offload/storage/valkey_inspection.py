@@ -1,0 +1,152 @@
+"""Looks into the server of a `valkey` tier. A look at a record counts as a use when the server evicts."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from glide_sync import Batch, ClusterBatch, GlideClusterClient, GlideError, InfoSection
+
+from tpu_offload.storage.inspection import Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
+from tpu_offload.storage.url_options import UrlOptions
+from tpu_offload.storage.valkey import (
+    EXAMPLE,
+    MARKER,
+    PREFIX,
+    SCHEMES,
+    Client,
+    connector,
+    new_generation,
+    reason,
+    scan_names,
+)
+
+_NAME = re.compile(
+    rb"%b([0-9a-f]{32}):(0|[1-9]\d*):(?:(%b)|([0-9a-z]{16}):(.+))" % (PREFIX.encode(), MARKER.encode()), re.DOTALL
+)
+
+
+@final
+class ValkeyInspector(StoreInspector):
+    """Of a `valkey` tier's URL.
+
+    Args:
+      options: as `TPU_OFFLOAD_STORAGE_OPTIONS` of the tier.
+    Raises:
+      ConfigError: it is no such URL.
+    """
+
+    is_shared = True
+
+    def __init__(self, options: str) -> None:
+        url = UrlOptions(options, schemes=SCHEMES, example=EXAMPLE)
+        self.where = f"{url.scheme}://{url.place}{url.path.rstrip('/')}"
+        url.text("ttl_s")  # of writes
+        self._client: Client = self._call(connector(url))
+
+    def _call[T](self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except GlideError as e:
+            raise OSError(f"{self.where}: {reason(e)}") from e
+
+    def _names(self) -> Iterator[list[bytes]]:
+        try:
+            yield from scan_names(self._client, PREFIX.encode() + b"*")
+        except GlideError as e:
+            raise OSError(f"{self.where}: {reason(e)}") from e
+
+    def scan(self) -> Iterator[Entry]:
+        """See the base class. A record may come twice while the server rearranges its table."""
+        current: dict[tuple[bytes, bytes], bytes] = {}
+        for names in self._names():
+            for name, nbytes in zip(names, self._sizes(names), strict=True):
+                found = _NAME.fullmatch(name)
+                if found is None:
+                    yield Foreign(place=repr(name), nbytes=nbytes)
+                    continue
+                of = found[1], found[2]
+                if of not in current:
+                    marker = b":".join((PREFIX.encode()[:-1], *of, MARKER.encode()))
+                    current[of] = self._call(lambda marker=marker: self._client.get(marker)) or b""  # type: ignore[misc]
+                if not found[3]:
+                    yield self._record(found, nbytes, is_current=found[4] == current[of])
+                elif current[of]:
+                    yield _generation(*of, current[of], is_current=True)
+
+    def _sizes(self, names: Sequence[bytes]) -> Sequence[int]:
+        is_cluster = isinstance(self._client, GlideClusterClient)
+        batch: Any = ClusterBatch(is_atomic=False) if is_cluster else Batch(is_atomic=False)
+        if not names:
+            return ()
+        for name in names:
+            batch.strlen(name)
+        client: Any = self._client
+        found = self._call(lambda: client.exec(batch, raise_on_error=False))
+        return [size if isinstance(size, int) else 0 for size in found]  # an error if it is no string
+
+    def _record(self, found: "re.Match[bytes]", nbytes: int, *, is_current: bool) -> StoredRecord:
+        return StoredRecord(
+            generation=_generation(found[1], found[2], found[4], is_current=is_current),
+            key=found[5],
+            key_nbytes=len(found[5]),
+            nbytes=nbytes,
+            place=found[0].removesuffix(found[5]).decode() + found[5].hex(),
+        )
+
+    def read(self, record: StoredRecord, nbytes: int) -> bytes:
+        """See the base class."""
+        name = record.place.removesuffix(record.key.hex()).encode() + record.key
+        data = self._call(lambda: self._client.getrange(name, 0, nbytes - 1))
+        if not data:
+            raise KeyError(record.place)
+        return data
+
+    def facts(self) -> tuple[str, Sequence[Mapping[str, Fact]]]:
+        """See the base class: of each server."""
+        sections = [InfoSection.SERVER, InfoSection.MEMORY, InfoSection.STATS]
+        found: Any = self._call(lambda: self._client.info(sections))
+        nodes = found if isinstance(found, dict) else {self.where.encode(): found}
+        return "servers", [_facts(node.decode(), text.decode()) for node, text in sorted(nodes.items())]
+
+    def clear(self, on_deleted: Callable[[int], None]) -> None:
+        """See the base class. The new generations are written first; engines take them up within a second."""
+        roots = {m[0][: m.end(2)] for names in self._names() for name in names if (m := _NAME.fullmatch(name))}
+        ours: dict[bytes, bytes] = {root: new_generation().encode() for root in roots}
+        for root, generation in sorted(ours.items()):
+            marker = b":".join((root, MARKER.encode()))
+            self._call(lambda marker=marker, generation=generation: self._client.set(marker, generation))  # type: ignore[misc]
+        for names in self._names():
+            matches = [found for name in names if (found := _NAME.fullmatch(name)) and not found[3]]
+            old: list[Any] = [found[0] for found in matches if found[4] != ours.get(found[0][: found.end(2)])]
+            if old:
+                self._call(lambda old=old: self._client.unlink(old))  # type: ignore[misc]
+                on_deleted(len(old))
+
+    def close(self) -> None:
+        """See the base class."""
+        self._client.close()
+
+
+def _generation(fingerprint: bytes, worker_id: bytes, name: bytes, *, is_current: bool) -> Generation:
+    return Generation(
+        fingerprint=fingerprint.decode(),
+        worker_id=int(worker_id),
+        name=name.decode("ascii", "replace"),
+        is_current=is_current,
+    )
+
+
+def _facts(node: str, text: str) -> Mapping[str, Fact]:
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+
+    def number(name: str) -> int | None:
+        return int(fields[name]) if fields.get(name, "").isdecimal() else None
+
+    return {
+        "server": node,
+        "version": fields.get("valkey_version") or fields.get("redis_version"),
+        "maxmemory_nbytes": number("maxmemory"),
+        "maxmemory_policy": fields.get("maxmemory_policy"),
+        "used_memory_nbytes": number("used_memory"),
+        "num_evicted_keys": number("evicted_keys"),
+    }
