@@ -61,8 +61,8 @@ RATES: Mapping[Fault, float] = {
     # Faults of steps.
     Fault.RESET: 0.0005,
     Fault.ABORT: 0.005,
-    Fault.SERVER_FROZEN: 0.002,
-    Fault.SERVER_KILLED: 0.002,
+    Fault.SERVER_FROZEN: 0.0005,
+    Fault.SERVER_KILLED: 0.0005,
     # Faults of calls of the storage tier.
     Fault.IO_RAISES: 0.02,
     Fault.SHORT_READ: 0.01,
