@@ -45,6 +45,7 @@ _HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nby
 _HINT_KEY_NBYTES = 46
 _HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
 _HINT_FIELDS = struct.Struct(f"<QQH{_HINT_KEY_NBYTES}s")
+_DIRECTORY = "directory.bin"
 _SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
 _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (number) and direct (auto or off)"
 
@@ -113,7 +114,7 @@ class FileTier(StorageTier):
             self._lock = _lock(path)
             try:
                 sizes = self._check_space(path, options)
-                self._directory = _Directory(os.path.join(path, "directory.bin"), spec)
+                self._directory = _Directory(os.path.join(path, _DIRECTORY), spec)
                 for name, nbytes in sizes.items():
                     self._segments.append(_Segment(os.path.join(path, name), nbytes, direct=options.direct))
             except BaseException:
@@ -139,7 +140,8 @@ class FileTier(StorageTier):
         for name in os.listdir(path):
             if _SEGMENT_NAME.fullmatch(name) and name not in sizes:
                 os.unlink(os.path.join(path, name))
-        needed = sum(sizes.values()) - sum(_allocated_nbytes(os.path.join(path, name)) for name in sizes)
+        allocated = sum(_allocated_nbytes(os.path.join(path, name)) for name in (*sizes, _DIRECTORY))
+        needed = sum(sizes.values()) + _directory_nbytes(spec) - allocated
         disk = os.statvfs(path)
         free = disk.f_bavail * disk.f_frsize
         if needed > 0 and needed + options.min_free_gb * _GB > free:
@@ -244,6 +246,10 @@ class FileTier(StorageTier):
         return slot % self._segment_slots * self.spec.record_nbytes
 
 
+def _directory_nbytes(spec: StorageSpec) -> int:
+    return PAGE_NBYTES + spec.num_chunks * _HINT.itemsize
+
+
 @final
 class _Directory:
     """`directory.bin`: a header, which is always durable, and hints."""
@@ -255,7 +261,9 @@ class _Directory:
             self.generation = self._read_header()
             if not self.generation:
                 self.renew()
-            os.ftruncate(self._fd, PAGE_NBYTES + spec.num_chunks * _HINT.itemsize)
+            nbytes = _directory_nbytes(spec)
+            os.ftruncate(self._fd, nbytes)
+            os.posix_fallocate(self._fd, 0, nbytes)  # a hint must have room when others have filled the disk
         except BaseException:
             self.close()
             raise
