@@ -1,27 +1,38 @@
-"""Random lives of a scheduler with a storage tier, and the rules that must hold in each."""
+"""Random lives of a scheduler with a storage tier, and the rules that must hold in each.
 
+python -m tests.storage.lives --seeds 10000
+"""
+
+import argparse
+import collections
+import logging
 import random
+from collections.abc import Callable
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload import CopyJob, Match, MatchState
+from tpu_offload import CopyJob, Match, MatchState, OffloadStats
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
 
 
-def live(seed: int, *, num_turns: int = 120) -> None:
+def live(seed: int, *, num_turns: int = 120) -> OffloadStats:
     """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
 
+    Returns:
+      The scheduler's counters at the end.
     Raises:
       AssertionError: a rule was broken: other bytes were loaded or stored than a request's tokens give, storage holds
         more than it may, a chunk is stored that admission excludes, a request waits too long, or an account is wrong.
       KeyError: what was never written, or is stale, is read or counts as stored.
     """
-    _Life(random.Random(seed)).run(num_turns)
+    return Life(random.Random(seed)).run(num_turns)
 
 
-class _Life:
+class Life:
+    """One seed decides everything. `tests.storage.hard_lives` has more faults."""
+
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.admission = rng.choice(["all", "second_sighting", "after_hit"])
@@ -45,7 +56,7 @@ class _Life:
         self.seen: dict[ChunkKey, set[str]] = {}
         self.loaded: set[ChunkKey] = set()
 
-    def run(self, num_turns: int) -> None:
+    def run(self, num_turns: int) -> OffloadStats:
         for turn in range(num_turns):
             self.engine.clock.now_s += self.rng.choice([0.01, 0.3])
             self._arrive(f"r{turn}")
@@ -57,6 +68,7 @@ class _Life:
             if not disturbs_first:
                 self._disturb()
             self._check()
+        return self.engine.scheduler.stats()
 
     def _arrive(self, name: str) -> None:
         """A new request, or one that waits, is looked up; it is admitted if there is nothing to wait for."""
@@ -143,3 +155,28 @@ class _Life:
 def engine_slots(job: CopyJob) -> set[int]:
     """Slots of the host tier that a job reads or writes."""
     return {slot for _, slot in job.chunks} | {place for part in job.parts for place in part.host_block_ids}
+
+
+_COUNTED = ("cascaded_chunks", "promoted_chunks", "num_failed_jobs", "num_timed_out_jobs", "num_evicted_storage_chunks")
+
+
+def run_many(one: Callable[..., OffloadStats], doc: str | None) -> None:
+    """Runs many lives; raises AssertionError at the first broken rule, naming the seed."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=120)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    counts: collections.Counter[str] = collections.Counter()
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        try:
+            stats = one(seed, num_turns=args.steps)
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__}: {e}") from e
+        counts.update({name: getattr(stats, name) for name in _COUNTED})
+    print(f"{args.seeds} lives, {args.seeds * args.steps} steps, no rule broken: {dict(counts)}")
+
+
+if __name__ == "__main__":
+    run_many(live, __doc__)
