@@ -84,9 +84,10 @@ class StorageEngine(FakeEngine):
     """A host tier of four chunks, each of one block, above storage of 16."""
 
     workers: list[StorageWorker]  # type: ignore[assignment]
+    worker_type: type[StorageWorker] = StorageWorker
 
     def __init__(self, *, num_workers: int = 1, num_host_chunks: int = 4, **settings: Any) -> None:
-        workers: list[FakeWorker] = [StorageWorker(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
+        workers: list[FakeWorker] = [self.worker_type(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
         defaults: dict[str, Any] = {
             "storage_tier": NAME,
             "num_storage_chunks": 16,

@@ -8,10 +8,11 @@ import collections
 import logging
 import random
 from collections.abc import Callable
+from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload import CopyJob, Match, MatchState, OffloadStats
+from tests.storage.fakes import StorageEngine, StorageWorker, prompt
+from tpu_offload import CopyJob, JobResult, Match, MatchState, OffloadStats
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
@@ -37,7 +38,7 @@ class Life:
         self.rng = rng
         self.admission = rng.choice(["all", "second_sighting", "after_hit"])
         self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
-        self.engine = StorageEngine(
+        self.engine = self.make_engine(
             num_workers=rng.choice([1, 2]),
             num_host_chunks=rng.choice([4, 9]),
             num_storage_chunks=rng.choice([3, 10, 40]),
@@ -56,6 +57,10 @@ class Life:
         self.seen: dict[ChunkKey, set[str]] = {}
         self.loaded: set[ChunkKey] = set()
 
+    def make_engine(self, **settings: Any) -> StorageEngine:
+        """Called once."""
+        return StorageEngine(**settings)
+
     def run(self, num_turns: int) -> OffloadStats:
         for turn in range(num_turns):
             self.engine.clock.now_s += self.rng.choice([0.01, 0.3])
@@ -68,6 +73,7 @@ class Life:
             if not disturbs_first:
                 self._disturb()
             self._check()
+        self.end()
         return self.engine.scheduler.stats()
 
     def _arrive(self, name: str) -> None:
@@ -100,7 +106,7 @@ class Life:
             assert found.num_tokens == 0, "it loads although it shall compute"
 
     def _step(self) -> None:
-        engine, rng = self.engine, self.rng
+        engine = self.engine
         computed = {
             name: len(request.tokens) - request.num_computed
             for name, request in engine.requests.items()
@@ -110,9 +116,13 @@ class Life:
         if self.load_mode == "recompute":
             assert not plan.of(JobKind.PROMOTE), "it reads although it shall compute"
         engine.scheduler.check_invariants()
-        for worker, early in zip(engine.workers, results, strict=True):
-            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < self.fault_rate)
-            engine.apply(worker, ended)
+        self.step_workers(results)
+
+    def step_workers(self, early: list[list[JobResult]]) -> None:
+        """Some jobs of each worker end, beside those that have ended early, and are reported."""
+        engine, rng = self.engine, self.rng
+        for worker, results in zip(engine.workers, early, strict=True):
+            engine.apply(worker, results + worker.finish(rng.randint(0, 3), fail=rng.random() < self.fault_rate))
             engine.scheduler.check_invariants()
 
     def _leave(self) -> None:
@@ -136,13 +146,28 @@ class Life:
             slot = rng.randrange(worker.num_host_chunks)
             if not any(slot in engine_slots(job) for job, _ in worker.in_flight):
                 worker.lose(slot, slot + 1, blocks_per_chunk=1)
-                engine.apply(worker, [])
+                self.tell(worker)
                 engine.scheduler.check_invariants()
+        self.disturb_more()
+
+    def disturb_more(self) -> None:
+        """More faults."""
+
+    def tell(self, worker: StorageWorker) -> None:
+        """A worker has lost memory, and reports it at once."""
+        self.engine.apply(worker, [])
+
+    def end(self) -> None:
+        """The last turn is over."""
+
+    def check_storage(self) -> None:
+        """Each worker has what counts as stored, with the right bytes."""
+        self.engine.check_storage(self.prompts)
 
     def _check(self) -> None:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
-        engine.check_storage(self.prompts)
+        self.check_storage()
         stored = engine.scheduler._storage._stored
         limit = engine.scheduler._storage._num_chunks
         assert all(worker.most_stored <= limit for worker in engine.workers), "storage holds more than it may"

@@ -2,10 +2,12 @@
 
 import importlib
 import types
+from collections.abc import Callable
 
 import pytest
 
 from tests.simulation.mutations import Mutation, apply
+from tests.storage import hard_lives
 from tests.storage.lives import live
 
 _NUM_SEEDS = 60
@@ -65,6 +67,22 @@ MUTATIONS = (
 )
 
 
+# Only lives with restarts, late reports and partial failures have these.
+HARD_MUTATIONS = (
+    Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "self._forget(key)", "pass"),
+    Mutation("what nobody knows stays in storage", "StoragePlanner.adopt", "self._delete_unknown(listed)", "pass"),
+    Mutation(
+        "a deletion that failed in part is over", "StoragePlanner._end_cascade", "self._to_delete[_] = None", "pass"
+    ),
+    Mutation(
+        "what a killed worker was writing goes on",
+        "ReportHandler._handle_restart",
+        "self._adopt_stored(report)",
+        "pass",
+    ),
+)
+
+
 def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the one method that the mutation changes."""
     mutant = apply(mutation)
@@ -78,10 +96,19 @@ def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_bug_is_found(mutation, monkeypatch):
+    _expect_found(mutation, monkeypatch, live)
+
+
+@pytest.mark.parametrize("mutation", HARD_MUTATIONS, ids=lambda m: m.name)
+def test_a_bug_is_found_under_more_faults(mutation, monkeypatch):
+    _expect_found(mutation, monkeypatch, hard_lives.live)
+
+
+def _expect_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch, one: Callable[[int], object]) -> None:
     _plant(mutation, monkeypatch)
     for seed in range(_NUM_SEEDS):
         try:
-            live(seed)
+            one(seed)
         except (AssertionError, KeyError):
             return
     pytest.fail(f"{_NUM_SEEDS} lives with this bug broke no rule")
