@@ -64,7 +64,9 @@ class HardWorker(StorageWorker):
             self.in_flight.insert(0, entry)
             job = entry[0]
             num_items = job.num_items if job.kind.of_storage else job.num_blocks
-            torn = {i for i, (key, _) in enumerate(job.chunks) if job.kind is JobKind.PROMOTE and self._is_unreadable(key)}
+            torn = {
+                i for i, (key, _) in enumerate(job.chunks) if job.kind is JobKind.PROMOTE and self._is_unreadable(key)
+            }
             fails = rng.random() < fault_rate
             if fails and num_items > 1 and rng.random() < 0.6:
                 torn |= set(rng.sample(range(num_items), rng.randint(1, num_items - 1)))
@@ -144,15 +146,15 @@ class HardLife(Life):
 
     engine: HardEngine
 
-    def make_engine(self, *, num_workers: int, num_host_chunks: int, **settings: Any) -> StorageEngine:
-        engine = HardEngine(num_workers=num_workers, num_host_chunks=num_host_chunks, **settings)
-        expected = expected_setups(engine.scheduler._config, LAYOUT, num_workers)
+    def make_engine(self, **settings: Any) -> StorageEngine:
+        engine = HardEngine(**settings)
+        expected = expected_setups(engine.scheduler._config, LAYOUT, len(engine.workers))
         for worker in engine.workers:
             worker.setup = WorkerSetup(
                 **expected[worker.worker_id],
                 num_processes=1,
                 process_index=0,
-                segment_chunks=num_host_chunks,
+                segment_chunks=settings["num_host_chunks"],
                 save_path="direct",
                 load_path="direct",
             )
