@@ -245,7 +245,7 @@ class OffloadConfig(pydantic.BaseModel):
         allow_inf_nan=False,
         description="How long a request whose next blocks are being read from storage waits for them before it "
         "computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up to "
-        "twice the estimate of the read if that is longer, and never longer than computing them would take.",
+        "twice the estimate of the read if that is longer, but not much longer than computing them would take.",
     )
     max_storage_gb_in_flight: float = Field(
         1.0,
