@@ -1,6 +1,7 @@
 """What tests look at inside a worker."""
 
 from tpu_offload.engine import Engine
+from tpu_offload.storage import StorageTier
 from tpu_offload.worker import OffloadWorker
 from tpu_offload.worker.group_copies import GroupCopies
 
@@ -22,3 +23,10 @@ def one_worker(engine: Engine) -> OffloadWorker:
     assert engine._offload is not None
     assert isinstance(engine._offload._worker, OffloadWorker)
     return engine._offload._worker
+
+
+def storage_tier(engine: Engine) -> StorageTier:
+    """The storage tier of an engine on one host."""
+    storage = one_worker(engine)._storage
+    assert storage is not None
+    return storage._io.tier

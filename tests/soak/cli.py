@@ -9,8 +9,9 @@ import click
 from tests.soak import report as soak_report
 from tests.soak.plan import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS, ENGINE, MODEL, build_plan
 from tests.soak.soak import soak
+from tests.soak.storage import StorageKind
 from tpu_offload.cli.command import run_command, run_process
-from tpu_offload.cli.options import Command
+from tpu_offload.cli.options import Command, option
 from tpu_offload.cli.report import ReportConsole
 from tpu_offload.cli.serving import MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
 from tpu_offload.config import OffloadConfig
@@ -30,10 +31,23 @@ _DEFAULTS = {
 @click.command(cls=Command, exclusive=[SOURCES, ("seconds", "seconds_flag")])
 @click.argument("seconds", type=click.IntRange(1), required=False)
 @click.option("--seconds", "seconds_flag", type=click.IntRange(1), metavar="SECONDS", help="the same")
+@option(
+    "--storage",
+    click.Choice([kind.value for kind in StorageKind]),
+    None,
+    "a storage tier below each engine: files, files with I/O faults, or a server that freezes, dies and returns (none)",
+)
 @serving_flags(_DEFAULTS)
 @click.pass_obj
 def _command(
-    argv: list[str], /, *, seconds: int | None, seconds_flag: int | None, json: Path | None, **flags: Any
+    argv: list[str],
+    /,
+    *,
+    seconds: int | None,
+    seconds_flag: int | None,
+    storage: str | None,
+    json: Path | None,
+    **flags: Any,
 ) -> int:
     """Serves a workload round after round for SECONDS while copies, messages and requests fail, and checks for wrong
     tokens, memory growth and engines that hang. The TPU_OFFLOAD_* variables apply. Exit status 1 if a check fails.
@@ -43,7 +57,12 @@ def _command(
         raise click.UsageError("SECONDS or --seconds is required", click.get_current_context())
     offload = OffloadConfig.from_env()
     check_backend()
-    plan = build_plan(serving_options(flags, engine=ENGINE, model=MODEL), offload, seconds=seconds)
+    plan = build_plan(
+        serving_options(flags, engine=ENGINE, model=MODEL),
+        offload,
+        seconds=seconds,
+        storage=StorageKind(storage) if storage else None,
+    )
     return soak_report.print_report(ReportConsole(), make_report(functools.partial(soak, plan), json, argv))
 
 

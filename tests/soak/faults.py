@@ -1,4 +1,4 @@
-"""Fault injection for the soak: failing copies, lost messages, resets and aborts.
+"""Fault injection for the soak: failing copies, lost messages, resets, aborts, and failing storage (`storage`).
 
 Faults are injected through an argument of the library (`Seams`), which has no code for them. A failing copy has the
 effects of a real failure: memory donated to a failed program is lost, and skipped blocks keep their old contents.
@@ -35,6 +35,13 @@ class Fault(enum.Enum):
     SILENCE = "worker is silent for longer than a job may take"
     RESET = "cache is reset"
     ABORT = "request is aborted and asked again"
+    IO_RAISES = "storage call raises"
+    SHORT_READ = "storage returns half a record"
+    FLIPPED_BIT = "storage returns a flipped bit"
+    TORN_WRITE = "storage keeps half a record"
+    LATE_IO = "storage call is late"
+    SERVER_FROZEN = "storage server is frozen and thawed"
+    SERVER_KILLED = "storage server is killed and started again"
 
 
 RATES: Mapping[Fault, float] = {
@@ -54,8 +61,29 @@ RATES: Mapping[Fault, float] = {
     # Faults of steps.
     Fault.RESET: 0.0005,
     Fault.ABORT: 0.005,
+    Fault.SERVER_FROZEN: 0.0005,
+    Fault.SERVER_KILLED: 0.0005,
+    # Faults of calls of the storage tier.
+    Fault.IO_RAISES: 0.02,
+    Fault.SHORT_READ: 0.01,
+    Fault.FLIPPED_BIT: 0.01,
+    Fault.TORN_WRITE: 0.01,
+    Fault.LATE_IO: 0.01,
 }
 """Probability of each fault, per opportunity."""
+
+STORAGE_FAULTS = frozenset(
+    {
+        Fault.IO_RAISES,
+        Fault.SHORT_READ,
+        Fault.FLIPPED_BIT,
+        Fault.TORN_WRITE,
+        Fault.LATE_IO,
+        Fault.SERVER_FROZEN,
+        Fault.SERVER_KILLED,
+    }
+)
+"""Those that only a soak with storage has."""
 
 
 @final
@@ -106,6 +134,14 @@ class Faults:
         if self.happens(Fault.OVERDUE):
             return self._job_timeout_s * self.random.uniform(1.0, 2.5)
         return self._job_timeout_s * self.random.uniform(0.0, 0.5) if self.happens(Fault.LATE) else 0.0
+
+    def io_delay_s(self) -> float:
+        """Seconds to delay a call of the storage tier by; mostly 0."""
+        return self._job_timeout_s * self.random.uniform(0.1, 1.5) if self.happens(Fault.LATE_IO) else 0.0
+
+    def outage_s(self) -> float:
+        """Seconds for which a server that fails does not answer."""
+        return self._job_timeout_s * self.random.uniform(0.2, 6.0)
 
     def silence_s(self) -> float:
         """Seconds for which a worker sends no reports; mostly 0."""

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
+from tests.soak.storage import StorageKind
+from tpu_offload.config import CopyPath, OffloadConfig, StorageWriteEvent, SwapMode
 from tpu_offload.engine import ModelConfig
+from tpu_offload.errors import InputError
 from tpu_offload.replay.setup import (
     ServingOptions,
     Setup,
@@ -16,6 +18,7 @@ from tpu_offload.replay.setup import (
     layout_of,
 )
 from tpu_offload.replay.workloads import Workload, chat_workload, decode_workload
+from tpu_offload.storage.format import PAGE_NBYTES
 
 DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
 DEFAULT_CONCURRENCY = 6
@@ -32,7 +35,10 @@ _PRESSURE = {
     "breaker_failures": 3,
     "breaker_retry_s": 0.02,
     "metrics_log_interval": 0.0,
+    "storage_wait_s": 0.1,
 }
+_STORED_SHARE = 0.6  # of the unique blocks that storage has room for; what a server has, for the engines together
+_CHUNKS_IN_FLIGHT = 16  # to and from storage
 _PATHS = (
     (CopyPath.DIRECT, CopyPath.DIRECT),
     (CopyPath.STAGED, CopyPath.STAGED),
@@ -49,15 +55,21 @@ class Plan:
       configs: settings of each engine, by its name in the report.
       seconds: duration.
       seed: seed of the faults.
+      storage: what is below the host tiers; None for nothing, or for what the settings name.
+      stored_nbytes: size of storage, if it is a server.
     """
 
     setup: Setup
     configs: dict[str, OffloadConfig]
     seconds: int
     seed: int
+    storage: StorageKind | None = None
+    stored_nbytes: int = 0
 
 
-def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int) -> Plan:
+def build_plan(
+    options: ServingOptions, offload: OffloadConfig, *, seconds: int, storage: StorageKind | None = None
+) -> Plan:
     """Checks flags and settings, and makes everything too small.
 
     Raises:
@@ -72,9 +84,27 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
     setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
     small = _make_small(offload, setup)
+    layout = layout_of(setup.model, setup.engine)
+    if storage is not None:
+        _check_storage(storage, setup)
+        small = _with_storage(small, storage, setup)
     for size in (small.staging_blocks, small.host_chunks, small.host_states):
-        size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(small, fused=len(setup.model.layer_groups) == 1), seconds, options.seed)
+        size(layout)
+    configs = _by_path(small, fused=len(setup.model.layer_groups) == 1)
+    record_nbytes = layout.block_nbytes * small.blocks_per_chunk + 2 * PAGE_NBYTES
+    return Plan(setup, configs, seconds, options.seed, storage, small.num_storage_chunks * record_nbytes)
+
+
+def _check_storage(storage: StorageKind, setup: Setup) -> None:
+    storage.check()
+    if setup.offload.storage_tier:
+        raise InputError(
+            f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={setup.offload.storage_tier}; set one of them"
+        )
+    if len(setup.model.layer_groups) > 1:
+        raise InputError(
+            f"--storage {storage.value} with a --model of several layer groups; storage has full attention only"
+        )
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
@@ -109,13 +139,31 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
     return offload.model_copy(update=changes)
 
 
+def _with_storage(small: OffloadConfig, storage: StorageKind, setup: Setup) -> OffloadConfig:
+    """The settings with a storage tier, also too small; where it is becomes known when it is opened."""
+    chunk_gb = layout_of(setup.model, setup.engine).block_nbytes * small.blocks_per_chunk / 2**30
+    num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
+    changes: dict[str, object] = {"storage_tier": storage.tier}
+    if not small.num_storage_chunks:
+        changes["num_storage_chunks"] = max(1, int(_STORED_SHARE * num_unique / small.blocks_per_chunk))
+    if "max_storage_gb_in_flight" not in small.model_fields_set:
+        changes["max_storage_gb_in_flight"] = _CHUNKS_IN_FLIGHT * chunk_gb
+    return small.model_copy(update=changes)
+
+
 def _by_path(offload: OffloadConfig, *, fused: bool) -> dict[str, OffloadConfig]:
-    """One engine per copy path, fused ones only for a single layer group; a single one if a variable sets the path."""
+    """One engine per copy path, fused ones only for a single layer group; a single one if a variable sets the path.
+
+    With storage, every second engine writes at eviction.
+    """
     if {"save_path", "load_path"} & offload.model_fields_set:
         paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
     else:
         paths = [path for path in _PATHS if fused or CopyPath.FUSED not in path]
-    return {
-        f"{save.value} saves, {load.value} loads": offload.model_copy(update={"save_path": save, "load_path": load})
-        for save, load in paths
-    }
+    configs = {}
+    for i, (save, load) in enumerate(paths):
+        changes: dict[str, object] = {"save_path": save, "load_path": load}
+        if i % 2 and offload.storage_tier and "storage_write_on" not in offload.model_fields_set:
+            changes["storage_write_on"] = StorageWriteEvent.HOST_EVICTION
+        configs[f"{save.value} saves, {load.value} loads"] = offload.model_copy(update=changes)
+    return configs

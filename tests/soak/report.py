@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.soak.container_census import SizeHistory
+from tests.soak.faults import STORAGE_FAULTS, Fault
 from tpu_offload.cli.report import build_table, print_differences
 from tpu_offload.replay.comparison import outcome
 
@@ -18,9 +19,26 @@ MAX_GROWTH_MIB = 5.0
 _MIB = 2**20
 _MOST_POINTS = 300  # most points for fitting a line, which takes quadratic time
 _COUNTS = (
-    "num_steps", "num_preemptions", "num_swapped_out", "num_swapped_in", "num_lost_swaps", "saved_blocks",
-    "loaded_blocks", "num_evicted_chunks", "dropped_save_blocks", "dropped_load_blocks", "num_failed_jobs",
-    "num_timed_out_jobs", "num_ignored_results", "num_lost_results", "num_breaker_openings", "num_cache_losses",
+    "num_steps",
+    "num_preemptions",
+    "num_swapped_out",
+    "num_swapped_in",
+    "num_lost_swaps",
+    "saved_blocks",
+    "loaded_blocks",
+    "num_evicted_chunks",
+    "dropped_save_blocks",
+    "dropped_load_blocks",
+    "num_failed_jobs",
+    "num_timed_out_jobs",
+    "num_ignored_results",
+    "num_lost_results",
+    "num_breaker_openings",
+    "num_cache_losses",
+)
+_STORAGE_COUNTS = (
+    "cascaded_chunks", "promoted_chunks", "failed_storage_chunks", "num_evicted_storage_chunks",
+    "dropped_cascade_chunks", "dropped_demotion_chunks", "num_dropped_promotions",
 )  # fmt: skip
 
 
@@ -143,8 +161,13 @@ def _verdict(report: Mapping[str, Any]) -> str:
 
 def _table(report: Mapping[str, Any]) -> Table:
     workload, memory = report["workload"], report["memory"]
-    counts = {name: sum(engine.get(name, 0) for engine in report["engines"].values()) for name in _COUNTS}
-    lines: list[Sequence[str] | None] = [(fault, f"{count:,}") for fault, count in report["faults"].items()]
+    names = _COUNTS + (_STORAGE_COUNTS if report["storage"] else ())
+    counts = {name: sum(engine.get(name, 0) for engine in report["engines"].values()) for name in names}
+    lines: list[Sequence[str] | None] = [
+        (fault, f"{count:,}")
+        for fault, count in report["faults"].items()
+        if report["storage"] or Fault(fault) not in STORAGE_FAULTS
+    ]
     lines.append(None)
     lines += [(name.removeprefix("num_").replace("_", " "), f"{count:,}") for name, count in counts.items()]
     lines.append(None)

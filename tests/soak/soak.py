@@ -1,11 +1,12 @@
 """Serves a workload round after round while copies, messages and requests fail.
 
 HBM, staging buffer, host tier and swap pool are small, so that eviction, drops, preemption and swapping are constant,
-and random faults are injected (see `faults`). Three engines take turns, one round each, and live from the first round
-to the last: one copies directly, one through staging arrays, one saves inside its step. A fault may only cost time:
+and random faults are injected (see `faults`), also below the host tier (see `storage`). Three engines take turns, one
+round each, and live from the first round to the last: one copies directly, one through staging arrays, one saves inside
+its step. A fault may only cost time:
 
 * every request of every round gets the tokens that it got without offloading, before the first round;
-* neither the memory of the process nor any table of an engine grows after warm-up;
+* neither the memory of the process nor any table of an engine grows after warm-up, nor do its files or threads;
 * no engine crashes, hangs, or violates its invariants.
 
 After each round its engine becomes idle without new faults; then its invariants are checked, the tables of all engines
@@ -24,11 +25,13 @@ from typing import Any
 import jax
 import psutil
 
+from tests.inside import storage_tier
 from tests.soak import report as soak_report
 from tests.soak.container_census import SizeHistory, container_sizes
 from tests.soak.faults import Fault, Faults
 from tests.soak.plan import Plan
 from tests.soak.report import Round
+from tests.soak.storage import FaultyFileTier, Storage, opened
 from tpu_offload.cli.report import progress
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
@@ -38,11 +41,16 @@ from tpu_offload.replay.setup import Setup, describe, serve_once
 
 _STUCK_S = 60.0  # an engine that finishes no request for this long hangs
 # The history that eviction policies keep is bounded (by the tier's size, at least some thousands), but fills up for
-# # longer than a short soak, and time slices grow logarithmically. tests/core/policies/test_conformance.py checks the
-# # bound of their memory.
-_FILLS_SLOWLY = "._index._policy."
-_CERTAIN = {Fault.RESET: 100}  # a step of the first round at which the cache is not empty
+# longer than a short soak, and time slices grow logarithmically. tests/core/policies/test_conformance.py checks the
+# bound of their memory. The latest 32 copies of each kind are measured; some are rare.
+_FILL_SLOWLY = ("._index._policy.", "._context.costs.")
+# Steps and calls of the first round.
+_CERTAIN = {Fault.RESET: 100, Fault.SERVER_FROZEN: 150, Fault.SERVER_KILLED: 300}
+_CERTAIN_IO = {
+    Fault.IO_RAISES: 5, Fault.SHORT_READ: 3, Fault.FLIPPED_BIT: 6, Fault.TORN_WRITE: 10, Fault.LATE_IO: 40,
+}  # fmt: skip
 _IDLE_JOB_TIMEOUTS = 4  # time for an engine to become idle, in job timeouts
+_STORAGE_IDLE_S = 60.0  # likewise with storage, whose calls end when they end; generous
 
 
 def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -51,10 +59,10 @@ def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
     with progress(setup.workload.num_requests) as on_finish:
         baseline, _ = serve_once(setup, None, on_finish=on_finish("baseline"), stop=stop)
     with progress(None) as on_finish, _counted_log_lines() as num_lines, contextlib.ExitStack() as stack:
-        sides = []
-        for i, (name, config) in enumerate(plan.configs.items()):
-            if baseline.complete and not stop():
-                sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
+        sides: list[_FaultyEngine] = []
+        if baseline.complete and not stop():
+            below = opened(plan.storage, most_nbytes=plan.stored_nbytes, clock=time.perf_counter)
+            sides = _start(plan, stack.enter_context(below), stack, stop=stop)
         tables = SizeHistory()
         rounds = list(_serve_rounds(plan, sides, baseline.records, tables, on_finish=on_finish, stop=stop))
         return {
@@ -63,20 +71,34 @@ def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
             "soak_s": plan.seconds,
             "num_baseline_requests": len(baseline.records),
             **soak_report.numbers(rounds, tables),
-            "faults": {f.value: sum(side.faults.counts[f] for side in sides) for f in Fault},
+            "storage": plan.storage.value if plan.storage else None,
+            "faults": {f.value: sum(side.num_faults(f) for side in sides) for f in Fault},
             "engines": {side.name: side.numbers() for side in sides},
             "log_lines": dict(num_lines),
         }
 
 
 class _FaultyEngine:
-    """An engine wrapped with fault injection."""
+    """An engine wrapped with fault injection.
 
-    def __init__(self, name: str, engine: Engine, faults: Faults, *, job_timeout_s: float) -> None:
+    Args:
+      name: in the report.
+      engine: it has no requests.
+      faults: of copies, messages, steps and the server; used by this thread.
+      io_faults: of calls of the storage tier; used by its threads.
+      storage: what is below it.
+      idle_limit_s: time for it to become idle.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, faults: Faults, io_faults: Faults, *, storage: Storage, idle_limit_s: float
+    ) -> None:
         self.name = name
         self.engine = engine
         self.faults = faults
-        self._idle_limit_s = _IDLE_JOB_TIMEOUTS * job_timeout_s
+        self._io_faults = io_faults
+        self._storage = storage
+        self._idle_limit_s = idle_limit_s
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
@@ -86,6 +108,7 @@ class _FaultyEngine:
 
     def step(self) -> Sequence[RequestOutput]:
         """See `serving.Engine`."""
+        self._storage.step(self.faults)
         if self.faults.happens(Fault.RESET):
             self.engine.reset_cache()
         if self._requests and self.faults.happens(Fault.ABORT):
@@ -98,9 +121,18 @@ class _FaultyEngine:
                 self._requests.pop(output.request_id, None)
         return outputs
 
+    def set_active(self, is_active: bool) -> None:
+        """Whether new faults are injected."""
+        self.faults.active = self._io_faults.active = is_active
+
+    def num_faults(self, fault: Fault) -> int:
+        """How often a fault has happened."""
+        return self.faults.counts[fault] + self._io_faults.counts[fault]
+
     def wait_until_idle(self) -> int:
         """Waits until copies and messages have ended; returns the number of unfinished ones."""
-        self.faults.active = False
+        self.set_active(False)
+        self._storage.recover()
         self.engine.abort(*self._requests)
         self._requests.clear()
         until_s = time.monotonic() + self._idle_limit_s
@@ -123,14 +155,33 @@ class _FaultyEngine:
         return dataclasses.asdict(self.engine.stats()) | (stats.as_dict() if stats else {})
 
 
+def _start(
+    plan: Plan, storage: Storage, stack: contextlib.ExitStack, *, stop: Callable[[], bool]
+) -> list[_FaultyEngine]:
+    """Starts the engines, which end with the stack."""
+    sides = []
+    for i, (name, config) in enumerate(plan.configs.items()):
+        if not stop():
+            config = storage.settings(i, config)
+            sides.append(stack.enter_context(_engine(plan.setup, name, config, storage=storage, seed=plan.seed + i)))
+    return sides
+
+
 @contextlib.contextmanager
-def _engine(setup: Setup, name: str, config: OffloadConfig, *, seed: int) -> Iterator[_FaultyEngine]:
-    faults = Faults(seed, job_timeout_s=config.job_timeout_s, clock=time.perf_counter, certain=_CERTAIN)
+def _engine(setup: Setup, name: str, config: OffloadConfig, *, storage: Storage, seed: int) -> Iterator[_FaultyEngine]:
+    timeout_s = config.job_timeout_s
+    faults = Faults(seed, job_timeout_s=timeout_s, clock=time.perf_counter, certain=_CERTAIN)
+    io_faults = Faults(seed + 1000, job_timeout_s=timeout_s, clock=time.perf_counter, certain=_CERTAIN_IO)
     engine = Engine(setup.model, setup.engine, offload=config, clock=time.perf_counter, seams=faults.seams())
     with contextlib.closing(engine):
         engine.warm_up()
         engine.wait_for_host_memory()
-        yield _FaultyEngine(name, engine, faults, job_timeout_s=config.job_timeout_s)
+        if config.storage_chunks:
+            tier = storage_tier(engine)
+            if isinstance(tier, FaultyFileTier):
+                tier.faults = io_faults
+        limit_s = _STORAGE_IDLE_S if config.storage_chunks else _IDLE_JOB_TIMEOUTS * timeout_s
+        yield _FaultyEngine(name, engine, faults, io_faults, storage=storage, idle_limit_s=limit_s)
 
 
 def _serve_rounds(
@@ -149,12 +200,17 @@ def _serve_rounds(
         for side in sides:
             done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=on_request, stop=stop)
             gc.collect()
-            sizes = {"jax arrays of the process": len(jax.live_arrays())}
+            process = psutil.Process()
+            sizes = {
+                "jax arrays of the process": len(jax.live_arrays()),
+                "open files of the process": process.num_fds(),
+                "threads of the process": process.num_threads(),
+            }
             for other in sides:
                 found = container_sizes(other.engine, other.name)
-                sizes |= {path: size for path, size in found.items() if _FILLS_SLOWLY not in path}
+                sizes |= {path: size for path, size in found.items() if not any(name in path for name in _FILL_SLOWLY)}
             tables.add(sizes)
-            rss_nbytes, num_entries = psutil.Process().memory_info().rss, sum(sizes.values())
+            rss_nbytes, num_entries = process.memory_info().rss, sum(sizes.values())
             yield dataclasses.replace(
                 done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, num_entries=num_entries
             )
@@ -188,7 +244,7 @@ def _serve_round(
 
     records: Sequence[Record] = ()
     num_jobs_left = 0
-    side.faults.active = True
+    side.set_active(True)
     try:
         run = serve(
             side,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -21,29 +20,6 @@ pytestmark = pytest.mark.usefixtures("clean_environment")
 
 TINY = ("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16")
 SMALL = (*TINY, "--d-ff", "32", "--requests", "12", "--turns", "2")
-
-
-@pytest.fixture
-def direct(monkeypatch):
-    """One engine instead of three, because the other paths compile more programs."""
-    monkeypatch.setenv("TPU_OFFLOAD_SAVE_PATH", "direct")
-
-
-@pytest.fixture
-def steps_as_time(monkeypatch):
-    """Simulated time: an engine step takes 4 ms, everything else none, so a soak is equally long on every machine."""
-    step, now_s = Engine.step, [0.0]
-
-    def sleep(seconds):
-        now_s[0] += seconds
-
-    def timed(self):
-        sleep(0.004)
-        return step(self)
-
-    clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=lambda: now_s[0], sleep=sleep)
-    monkeypatch.setattr(soak, "time", clock)
-    monkeypatch.setattr(Engine, "step", timed)
 
 
 def report_of(tmp_path, *flags, status=0):

@@ -1,12 +1,19 @@
-"""Random lives of a scheduler with one or two storage tiers, and the rules that must hold in each."""
+"""Random lives of a scheduler with one or two storage tiers, and the rules that must hold in each.
 
+python -m tests.storage.lives --seeds 10000
+"""
+
+import argparse
+import collections
+import logging
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import SharedEngine, SharedWorker, StorageEngine, StorageWorker, prompt
-from tpu_offload import CopyJob, Match, MatchState, StepPlan
+from tpu_offload import CopyJob, JobResult, Match, MatchState, OffloadStats, StepPlan
 from tpu_offload.core.index import ChunkState
 from tpu_offload.types import ChunkKey, JobKind
 
@@ -14,39 +21,45 @@ _WAIT_S = 0.5  # for saves and for storage
 _MAX_UNANSWERED = 2  # look-ups that are in flight when the breaker opens
 
 
-def live(seed: int, *, num_turns: int = 120) -> None:
+def live(seed: int, *, num_turns: int = 120) -> OffloadStats:
     """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
 
     With two tiers, one of them freezes now and then: its jobs end when it is thawed, after their timeout or before.
 
+    Returns:
+      The scheduler's counters at the end.
     Raises:
       AssertionError: a rule was broken: other bytes were loaded or stored than a request's tokens give, storage holds
         more than it may, a chunk is stored that admission excludes, a request waits too long, or an account is wrong.
       KeyError: what was never written, or is stale, is read or counts as stored.
     """
-    _Life(random.Random(seed)).run(num_turns)
+    return Life(random.Random(seed)).run(num_turns)
 
 
-def live_shared(seed: int, *, num_turns: int = 120) -> None:
+def live_shared(seed: int, *, num_turns: int = 120) -> OffloadStats:
     """The same with a tier where other engines add and remove chunks at any moment, or whose server is dead.
 
+    Returns:
+      The scheduler's counters at the end.
     Raises:
       AssertionError: as in `live`, except that what counts as stored may be gone. Also: a chunk is asked for more often
         than requests contain it, or read more often than it was found; a request waits too long for a look-up, or for a
         late one; something is deleted; keys are asked for after a reset; a dead server is asked too often.
     """
-    _SharedLife(random.Random(seed)).run(num_turns)
+    return _SharedLife(random.Random(seed)).run(num_turns)
 
 
-class _Life:
-    engine_type: type[StorageEngine] = StorageEngine
+class Life:
+    """One seed decides everything. `tests.storage.hard_lives` has more faults."""
+
+    tier_numbers: Sequence[int] = (1, 2)
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.num_tiers = num = rng.choice([1, 2])
+        self.num_tiers = num = rng.choice(self.tier_numbers)
         self.admissions = rng.choices(["all", "second_sighting", "after_hit"], k=num)
         self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
-        self.engine = self.engine_type(
+        self.engine = self.make_engine(
             **self.settings(rng),
             num_workers=rng.choice([1, 2]),
             num_host_chunks=rng.choice([4, 9]),
@@ -70,7 +83,11 @@ class _Life:
         """More settings."""
         return {}
 
-    def run(self, num_turns: int) -> None:
+    def make_engine(self, **settings: Any) -> StorageEngine:
+        """Called once."""
+        return StorageEngine(**settings)
+
+    def run(self, num_turns: int) -> OffloadStats:
         for turn in range(num_turns):
             self.engine.clock.now_s += self.rng.choice([0.01, 0.3])
             self._arrive(f"r{turn}")
@@ -82,6 +99,8 @@ class _Life:
             if not disturbs_first:
                 self._disturb()
             self._check()
+        self.end()
+        return self.engine.scheduler.stats()
 
     def _arrive(self, name: str) -> None:
         """A new request, or one that waits, is looked up; it is admitted if there is nothing to wait for."""
@@ -113,7 +132,7 @@ class _Life:
             assert found.num_tokens == 0, "it loads although it shall compute"
 
     def _step(self) -> None:
-        engine, rng = self.engine, self.rng
+        engine = self.engine
         computed = {
             name: len(request.tokens) - request.num_computed
             for name, request in engine.requests.items()
@@ -124,9 +143,13 @@ class _Life:
         if self.load_mode == "recompute":
             assert not plan.of(JobKind.PROMOTE), "it reads although it shall compute"
         engine.scheduler.check_invariants()
-        for worker, early in zip(engine.workers, results, strict=True):
-            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < self._fault_rate(worker))
-            engine.apply(worker, ended)
+        self.step_workers(results)
+
+    def step_workers(self, early: list[list[JobResult]]) -> None:
+        """Some jobs of each worker end, beside those that have ended early, and are reported."""
+        engine, rng = self.engine, self.rng
+        for worker, results in zip(engine.workers, early, strict=True):
+            engine.apply(worker, results + worker.finish(rng.randint(0, 3), fail=rng.random() < self._fault_rate(worker)))
             engine.scheduler.check_invariants()
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -160,8 +183,23 @@ class _Life:
             slot = rng.randrange(worker.num_host_chunks)
             if not any(slot in engine_slots(job) for job, _ in worker.in_flight):
                 worker.lose(slot, slot + 1, blocks_per_chunk=1)
-                engine.apply(worker, [])
+                self.tell(worker)
                 engine.scheduler.check_invariants()
+        self.disturb_more()
+
+    def disturb_more(self) -> None:
+        """More faults."""
+
+    def tell(self, worker: StorageWorker) -> None:
+        """A worker has lost memory, and reports it at once."""
+        self.engine.apply(worker, [])
+
+    def end(self) -> None:
+        """The last turn is over."""
+
+    def check_storage(self) -> None:
+        """Each worker has what counts as stored, with the right bytes."""
+        self.engine.check_storage(self.prompts)
 
     def _reset(self) -> None:
         self.engine.scheduler.reset()
@@ -169,7 +207,7 @@ class _Life:
     def _check(self) -> None:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
-        engine.check_storage(self.prompts)
+        self.check_storage()
         for tier, admission in zip(engine.scheduler._storage.tiers, self.admissions, strict=True):
             stored, limit = tier.stored_keys(), tier._num_chunks
             most = [worker.most_stored[tier.tier_id] for worker in engine.workers]
@@ -185,9 +223,7 @@ class _Life:
         assert promoting <= max(worker.num_host_chunks for worker in engine.workers) // 2, "promotions fill the host"
 
 
-class _SharedLife(_Life):
-    engine_type = SharedEngine
-
+class _SharedLife(Life):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.change_rate = rng.choice([0.2, 0.8])
@@ -195,6 +231,9 @@ class _SharedLife(_Life):
         self.planned_s: dict[int, float] = {}  # of look-ups
         self.was_reset = False
         self.names = [list(zip(self.engine.keys(p), self.engine.hashes(p), strict=True)) for p in self.prompts]
+
+    def make_engine(self, **settings: Any) -> StorageEngine:
+        return SharedEngine(**settings)
 
     def settings(self, rng: random.Random) -> dict[str, Any]:
         self.lookup_wait_s = rng.choice([0.05, 0.3])
@@ -268,3 +307,28 @@ class _SharedLife(_Life):
 def engine_slots(job: CopyJob) -> set[int]:
     """Slots of the host tier that a job reads or writes."""
     return {slot for _, slot in job.chunks} | {place for part in job.parts for place in part.host_block_ids}
+
+
+_COUNTED = ("cascaded_chunks", "promoted_chunks", "num_failed_jobs", "num_timed_out_jobs", "num_evicted_storage_chunks")
+
+
+def run_many(one: Callable[..., OffloadStats], doc: str | None) -> None:
+    """Runs many lives; raises AssertionError at the first broken rule, naming the seed."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=120)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    counts: collections.Counter[str] = collections.Counter()
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        try:
+            stats = one(seed, num_turns=args.steps)
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__}: {e}") from e
+        counts.update({name: getattr(stats, name) for name in _COUNTED})
+    print(f"{args.seeds} lives, {args.seeds * args.steps} steps, no rule broken: {dict(counts)}")
+
+
+if __name__ == "__main__":
+    run_many(live, __doc__)

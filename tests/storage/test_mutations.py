@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.mutations import Mutation, apply
+from tests.storage import hard_lives
 from tests.storage.lives import live, live_shared
 
 _NUM_SEEDS = 60
@@ -127,6 +128,22 @@ SHARED_MUTATIONS = (
 )
 
 
+# Only lives with restarts, late reports and partial failures have these.
+HARD_MUTATIONS = (
+    Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "self._forget(key)", "pass"),
+    Mutation("what nobody knows stays in storage", "StoragePlanner.adopt", "self._delete_unknown(listed)", "pass"),
+    Mutation(
+        "a deletion that failed in part is over", "StoragePlanner._end_cascade", "self._to_delete[_] = None", "pass"
+    ),
+    Mutation(
+        "what a killed worker was writing goes on",
+        "ReportHandler._handle_restart",
+        "self._adopt_stored(report)",
+        "pass",
+    ),
+)
+
+
 def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the one method that the mutation changes."""
     mutant = apply(mutation)
@@ -148,11 +165,16 @@ def test_a_bug_in_look_ups_is_found(mutation, monkeypatch):
     _find(mutation, live_shared, monkeypatch)
 
 
-def _find(mutation: Mutation, live: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutation", HARD_MUTATIONS, ids=lambda m: m.name)
+def test_a_bug_is_found_under_more_faults(mutation, monkeypatch):
+    _find(mutation, hard_lives.live, monkeypatch)
+
+
+def _find(mutation: Mutation, one: Callable[[int], object], monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(mutation, monkeypatch)
     for seed in range(_NUM_SEEDS):
         try:
-            live(seed)
+            one(seed)
         except (AssertionError, KeyError):
             return
     pytest.fail(f"{_NUM_SEEDS} lives with this bug broke no rule")

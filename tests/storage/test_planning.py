@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
+from tests.storage import hard_lives
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
 from tests.storage.lives import live
 from tests.storage.memory_tier import NAME
@@ -588,6 +589,11 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
 @pytest.mark.parametrize("seed", range(40))
 def test_at_random(seed):
     live(seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_random_under_more_faults(seed):
+    hard_lives.live(seed)
 
 
 def test_late_results_change_nothing():

@@ -258,7 +258,7 @@ class OffloadConfig(pydantic.BaseModel):
         allow_inf_nan=False,
         description="How long a request whose next blocks are being read from storage, whichever tier, waits for "
         "them before it computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up "
-        "to twice the estimate of the read if that is longer, and never longer than computing them would take.",
+        "to twice the estimate of the read if that is longer, but not much longer than computing them would take.",
     )
     storage_lookup_wait_s: float = Field(
         0.25,

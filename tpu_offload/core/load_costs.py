@@ -16,6 +16,7 @@ from tpu_offload.config import LoadMode
 _NUM_MEASUREMENTS = 32  # the latest count
 _LEAST_MEASUREMENTS = 3
 _STALE_S = 30.0  # after this long without a load, one is made to measure it again
+_PATIENCE = 1.5  # times the estimate of a read; reads vary, by their neighbours on the disk or network
 _MARGIN = 1.1  # loads from the host tier are measured in whole steps, so they seem slower than they are
 
 
@@ -110,13 +111,14 @@ class LoadCosts:
     def storage_wait_s(self, load_s: float | None, recompute_s: float | None, *, default_s: float) -> float:
         """How long a request waits for storage, by the two estimates: not longer than computing takes.
 
-        It does not wait for a read that is slower; such a read only measures storage.
+        It does not wait for a read that is slower; such a read only measures storage. A read that is expected to take
+        nearly as long as computing gets half of its time more: whoever gives up shortly before its end pays for both.
         """
         if self._mode is not LoadMode.AUTO or load_s is None or recompute_s is None:
             return default_s
         if not default_s or load_s > recompute_s:
             return 0.0
-        return min(recompute_s, max(default_s, 2 * load_s))
+        return max(min(recompute_s, max(default_s, 2 * load_s)), _PATIENCE * load_s)
 
     def lookup_wait_s(
         self, tier_id: int, load_s: float | None, recompute_s: float | None, *, default_s: float

@@ -142,7 +142,8 @@ class FileTier(StorageTier):
         for name in os.listdir(path):
             if SEGMENT_NAME.fullmatch(name) and name not in sizes:
                 os.unlink(os.path.join(path, name))
-        needed = sum(sizes.values()) - sum(_allocated_nbytes(os.path.join(path, name)) for name in sizes)
+        allocated = sum(_allocated_nbytes(os.path.join(path, name)) for name in (*sizes, DIRECTORY_NAME))
+        needed = sum(sizes.values()) + _directory_nbytes(spec) - allocated
         disk = os.statvfs(path)
         free = disk.f_bavail * disk.f_frsize
         if needed > 0 and needed + options.min_free_gb * _GB > free:
@@ -247,6 +248,10 @@ class FileTier(StorageTier):
         return slot % self._segment_slots * self.spec.record_nbytes
 
 
+def _directory_nbytes(spec: StorageSpec) -> int:
+    return PAGE_NBYTES + spec.num_chunks * HINT.itemsize
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryHeader:
@@ -288,7 +293,9 @@ class _Directory:
             self.generation = self._read_header()
             if not self.generation:
                 self.renew()
-            os.ftruncate(self._fd, PAGE_NBYTES + spec.num_chunks * HINT.itemsize)
+            nbytes = _directory_nbytes(spec)
+            os.ftruncate(self._fd, nbytes)
+            os.posix_fallocate(self._fd, 0, nbytes)  # a hint must have room when others have filled the disk
         except BaseException:
             self.close()
             raise

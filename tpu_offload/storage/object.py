@@ -84,11 +84,13 @@ class ObjectTier(StorageTier):
     def _start(self) -> None:
         """Adopts the generation that the store names, or names a new one there."""
         try:
-            if not self._adopt():
-                self._publish()
-                self._adopt()  # only to find that reads are refused
+            is_new = not self._adopt()
+            self._publish()  # also what is there already, only to find that writes are refused
+            if is_new:
+                self._adopt()  # likewise, reads
         except (BaseError, OSError) as e:
             self._check_unreachable(e.__cause__ or e)
+            self._generation, self._is_published = _new_generation(), False
 
     def _adopt(self) -> bool:
         try:
@@ -99,7 +101,7 @@ class ObjectTier(StorageTier):
             return False
         if not GENERATION.fullmatch(found):
             return False
-        self._generation, self._is_published = found, True
+        self._generation = found
         return True
 
     def _check_unreachable(self, error: BaseException) -> None:
