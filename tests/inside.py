@@ -29,4 +29,4 @@ def storage_tier(engine: Engine) -> StorageTier:
     """The storage tier of an engine on one host."""
     storage = one_worker(engine)._storage
     assert storage is not None
-    return storage._io.tier
+    return storage.tiers[0]._io.tier

@@ -92,14 +92,14 @@ def build_plan(
         size(layout)
     configs = _by_path(small, fused=len(setup.model.layer_groups) == 1)
     record_nbytes = layout.block_nbytes * small.blocks_per_chunk + 2 * PAGE_NBYTES
-    return Plan(setup, configs, seconds, options.seed, storage, small.num_storage_chunks * record_nbytes)
+    return Plan(setup, configs, seconds, options.seed, storage, sum(small.num_storage_chunks) * record_nbytes)
 
 
 def _check_storage(storage: StorageKind, setup: Setup) -> None:
     storage.check()
     if setup.offload.storage_tier:
         raise InputError(
-            f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={setup.offload.storage_tier}; set one of them"
+            f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={';'.join(setup.offload.storage_tier)}; set one of them"
         )
     if len(setup.model.layer_groups) > 1:
         raise InputError(
@@ -143,11 +143,11 @@ def _with_storage(small: OffloadConfig, storage: StorageKind, setup: Setup) -> O
     """The settings with a storage tier, also too small; where it is becomes known when it is opened."""
     chunk_gb = layout_of(setup.model, setup.engine).block_nbytes * small.blocks_per_chunk / 2**30
     num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
-    changes: dict[str, object] = {"storage_tier": storage.tier}
+    changes: dict[str, object] = {"storage_tier": (storage.tier,)}
     if not small.num_storage_chunks:
-        changes["num_storage_chunks"] = max(1, int(_STORED_SHARE * num_unique / small.blocks_per_chunk))
+        changes["num_storage_chunks"] = (max(1, int(_STORED_SHARE * num_unique / small.blocks_per_chunk)),)
     if "max_storage_gb_in_flight" not in small.model_fields_set:
-        changes["max_storage_gb_in_flight"] = _CHUNKS_IN_FLIGHT * chunk_gb
+        changes["max_storage_gb_in_flight"] = (_CHUNKS_IN_FLIGHT * chunk_gb,)
     return small.model_copy(update=changes)
 
 
@@ -164,6 +164,6 @@ def _by_path(offload: OffloadConfig, *, fused: bool) -> dict[str, OffloadConfig]
     for i, (save, load) in enumerate(paths):
         changes: dict[str, object] = {"save_path": save, "load_path": load}
         if i % 2 and offload.storage_tier and "storage_write_on" not in offload.model_fields_set:
-            changes["storage_write_on"] = StorageWriteEvent.HOST_EVICTION
+            changes["storage_write_on"] = (StorageWriteEvent.HOST_EVICTION,)
         configs[f"{save.value} saves, {load.value} loads"] = offload.model_copy(update=changes)
     return configs

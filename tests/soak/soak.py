@@ -176,11 +176,11 @@ def _engine(setup: Setup, name: str, config: OffloadConfig, *, storage: Storage,
     with contextlib.closing(engine):
         engine.warm_up()
         engine.wait_for_host_memory()
-        if config.storage_chunks:
+        if config.has_storage:
             tier = storage_tier(engine)
             if isinstance(tier, FaultyFileTier):
                 tier.faults = io_faults
-        limit_s = _STORAGE_IDLE_S if config.storage_chunks else _IDLE_JOB_TIMEOUTS * timeout_s
+        limit_s = _STORAGE_IDLE_S if config.has_storage else _IDLE_JOB_TIMEOUTS * timeout_s
         yield _FaultyEngine(name, engine, faults, io_faults, storage=storage, idle_limit_s=limit_s)
 
 

@@ -149,7 +149,9 @@ class Life:
         """Some jobs of each worker end, beside those that have ended early, and are reported."""
         engine, rng = self.engine, self.rng
         for worker, results in zip(engine.workers, early, strict=True):
-            engine.apply(worker, results + worker.finish(rng.randint(0, 3), fail=rng.random() < self._fault_rate(worker)))
+            engine.apply(
+                worker, results + worker.finish(rng.randint(0, 3), fail=rng.random() < self._fault_rate(worker))
+            )
             engine.scheduler.check_invariants()
 
     def _check_plan(self, plan: StepPlan) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.jobs import key_of
-from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
+from tests.storage.memory_tier import FAULTY, NAME, SHARED, MemoryTier
 from tests.storage.test_worker import FAILED, FINISHED, SIZE, StorageEngine
 from tpu_offload.errors import ConfigError
 from tpu_offload.types import JobKind, JobResult
@@ -141,18 +141,16 @@ def test_close_closes_the_tiers_that_do_not_hang(monkeypatch, caplog):
     gate.set()
 
 
-class Shared(MemoryTier):
-    is_shared = True
-
+class Listing(MemoryTier):
     def stored_keys(self):
         return [key_of(7)]
 
 
 def test_the_first_reports_list_each_tier():
-    engine = StorageEngine(tier=(NAME, f"{__name__}:Shared"), num_storage_chunks=(4, 8))
+    engine = StorageEngine(tier=(f"{__name__}:Listing", SHARED), num_storage_chunks=(4, 8))
     setup = engine.worker.poll().setup
     assert setup.storage_chunks == (4, 8)
-    assert setup.stored_keys == ((), (key_of(7),))
+    assert setup.stored_keys == ((key_of(7),), ())
     assert setup.shares_storage == (False, True)
     engine.worker.close()
 

@@ -90,7 +90,7 @@ class ObjectTier(StorageTier):
                 self._adopt()  # likewise, reads
         except (BaseError, OSError) as e:
             self._check_unreachable(e.__cause__ or e)
-            self._generation, self._is_published = _new_generation(), False
+            self._generation, self._is_published = new_generation(), False
 
     def _adopt(self) -> bool:
         try:

@@ -29,6 +29,7 @@ from glide_sync import (
     BackoffStrategy,
     Batch,
     ClusterBatch,
+    ClusterScanCursor,
     ConditionalChange,
     ExpirySet,
     ExpiryType,
