@@ -228,7 +228,7 @@ def test_reads_the_process_environment_by_default(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        ("TPU_OFFLOAD_COPY_PATH", "TPU_OFFLOAD_(SAVE|LOAD)_PATH"),
+        ("TPU_OFFLOAD_COPY_PATH", "TPU_OFFLOAD_(STORAGE_COPY|SAVE|LOAD)_PATH"),
         ("TPU_OFFLOAD_NUM_CPU_CHUNK", "TPU_OFFLOAD_NUM_CPU_CHUNKS"),
         ("TPU_OFFLOAD_STAGING_GB", "TPU_OFFLOAD_STAGING_BUFFER_GB"),
         ("TPU_OFFLOAD_decode_save", "TPU_OFFLOAD_DECODE_SAVE"),

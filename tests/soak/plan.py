@@ -99,7 +99,8 @@ def _check_storage(storage: StorageKind, setup: Setup) -> None:
     storage.check()
     if setup.offload.storage_tier:
         raise InputError(
-            f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={';'.join(setup.offload.storage_tier)}; set one of them"
+            f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={';'.join(setup.offload.storage_tier)}; set one "
+            "of them"
         )
     if len(setup.model.layer_groups) > 1:
         raise InputError(

@@ -92,7 +92,7 @@ class Directories:
 
     def settings(self, number: int, config: OffloadConfig) -> OffloadConfig:
         """See `Storage`."""
-        return config.model_copy(update={"storage_options": f"{self._root}/engine-{number},min_free_gb=0"})
+        return config.model_copy(update={"storage_options": (f"{self._root}/engine-{number},min_free_gb=0",)})
 
     def step(self, faults: Faults) -> None:
         """See `Storage`. The faults of files are those of the tier's own calls."""
@@ -130,7 +130,7 @@ class FailingServer:
     def settings(self, number: int, config: OffloadConfig) -> OffloadConfig:
         """See `Storage`."""
         limits = f"timeout_s={_SERVER_TIMEOUT_S:g}&connect_timeout_s={_SERVER_TIMEOUT_S:g}"
-        return config.model_copy(update={"storage_options": f"valkey://127.0.0.1:{self._server.port}?{limits}"})
+        return config.model_copy(update={"storage_options": (f"valkey://127.0.0.1:{self._server.port}?{limits}",)})
 
     def step(self, faults: Faults) -> None:
         """See `Storage`."""

@@ -80,7 +80,7 @@ def test_tails_are_evicted_first(engine):
     engine.others_store(A)
     engine.match("a", A)
     turn(engine)
-    assert engine.scheduler._storage.stored_keys() == engine.keys(A)[::-1]
+    assert engine.scheduler._storage.tiers[0].stored_keys() == engine.keys(A)[::-1]
 
 
 def test_only_the_chunks_after_those_known_here_are_asked_for(engine):

@@ -85,10 +85,10 @@ MUTATIONS = (
 
 SHARED_MUTATIONS = (
     Mutation("a chunk counts if any worker has it", "Job._add_found", "map(min, _1, _2)", "map(max, _1, _2)"),
-    Mutation("what is missing counts as found", "StorageLookups._ended", "prefix[:num_found]", "prefix"),
+    Mutation("what is missing counts as found", "StorageLookups.ended", "prefix[:num_found]", "prefix"),
     Mutation(
         "an answer of before a reset counts",
-        "StorageLookups._ended",
+        "StorageLookups.ended",
         "job.state is not JobState.FINISHED",
         "not job.num_found",
     ),
@@ -100,7 +100,7 @@ SHARED_MUTATIONS = (
     Mutation(
         "the wait for a look-up has no end",
         "StorageLookups._estimate_s",
-        "return self._costs.lookup_wait_s(_1, _2, default_s=_3)",
+        "return self._costs.lookup_wait_s(_1, _2, _3, default_s=_4)",
         "return 1e9",
     ),
     Mutation(
@@ -119,7 +119,7 @@ SHARED_MUTATIONS = (
     Mutation("look-ups have no breaker", "StorageLookups.__init__", "config.breaker_failures", "0"),
     Mutation(
         "keys that were answered still count as in flight",
-        "StorageLookups._ended",
+        "StorageLookups.ended",
         "self._num_keys -= len(self._asked.pop(prefix[0]))",
         "self._asked.pop(prefix[0])",
     ),

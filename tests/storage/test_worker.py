@@ -259,7 +259,7 @@ def test_bytes_are_copied_by_io_threads_only(monkeypatch):
         copy = getattr(SlotCopier, method)
 
         def noted(self, *args, copy=copy):
-            names.append((copy.__name__, threading.current_thread().name.rsplit("-", 1)[0]))
+            names.append((copy.__name__, threading.current_thread().name.split("-0:")[0]))
             return copy(self, *args)
 
         monkeypatch.setattr(SlotCopier, method, noted)

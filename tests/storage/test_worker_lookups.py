@@ -42,7 +42,7 @@ def test_each_prefix_is_answered_by_its_leading_chunks():
     result = engine.done(job)
     assert (result.state, result.num_found, result.failed_blocks) == (FINISHED, (4, 0, 2, 1), ())
     assert engine.disk.asked == [[list(prefix) for prefix in job.prefixes]], "in one call"
-    assert {name.rsplit("-", 1)[0] for name in engine.disk.threads} == {"tpu_offload-storage-look-up"}
+    assert {name.split("-0:")[0] for name in engine.disk.threads} == {"tpu_offload-storage-look-up"}
 
 
 def test_another_engine_finds_and_reads_it():
