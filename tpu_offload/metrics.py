@@ -206,8 +206,8 @@ class OffloadStats:
     num_open_breakers: int = _gauge(
         "breakers",
         "Kinds of copies (saves, loads; with request swap also swaps out, swaps in; with a storage tier also cascades, "
-        "promotions, deletions, look-ups, of each tier) that are suspended because they keep failing. Requests are still "
-        "served, by prefill. Alert when it is not 0.",
+        "promotions, deletions, look-ups, of each tier) that are suspended because they keep failing. Requests are "
+        "still served, by prefill. Alert when it is not 0.",
     )
     num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tiers; one that two of them have counts twice.")
     restored_chunks: int = _counter(
