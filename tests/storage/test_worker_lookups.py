@@ -6,9 +6,9 @@ import pytest
 
 from tests.jobs import key_of
 from tests.storage.memory_tier import NAME, SHARED, SharedTier
-from tests.storage.test_worker import StorageEngine, num_threads
+from tests.storage.test_worker import StorageEngine
 from tests.worker.engine import FAILED, FINISHED, Engine
-from tpu_offload.types import CopyJob, JobKind, JobResult, JobState
+from tpu_offload.types import CopyJob, JobKind, JobState
 from tpu_offload.worker import storage_io, storage_lookups
 
 
@@ -99,8 +99,9 @@ def test_nothing_waits_for_a_look_up():
     assert not engine.worker.has_flights
 
 
-def test_an_idle_worker_waits_for_the_answer():
-    """One poll is enough: it does not spin, and it does not return before."""
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_an_idle_worker_waits_for_the_answer(all_of_them):
+    """What it sleeps on is ready once the look-up is answered, and not before."""
     engine = SharedEngine()
     engine.disk.gates["find"] = gate = threading.Event()
     job = engine.look_up((1,))
@@ -108,13 +109,12 @@ def test_an_idle_worker_waits_for_the_answer():
     engine.wait_for("find")
     assert engine.worker.has_flights
     assert engine.worker.poll().results == ()
-    timer = threading.Timer(0.05, gate.set)
-    timer.start()
-    results: tuple[JobResult, ...] = ()
-    for _ in range(60):  # a poll ends after a second
-        results = results or engine.worker.poll(wait=True).results
-    assert [result.num_found for result in results] == [(1,)]
-    timer.join()
+    (answer,) = engine.storage.waiting_on(all_of_them=all_of_them)
+    assert not answer.is_ready()
+    gate.set()
+    (result,) = engine.worker.poll(wait=True).results or engine.worker.poll(wait=True).results
+    assert result.num_found == (1,)
+    assert engine.storage.waiting_on(all_of_them=all_of_them) == []
 
 
 class Stop(BaseException):
@@ -204,12 +204,17 @@ def test_a_shared_tier_is_not_listed_at_the_start(monkeypatch):
     assert (setup.stored_keys, setup.shares_storage) == ((), True)
 
 
+def storage_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_close_ends_the_thread(hangs, caplog, monkeypatch):
     monkeypatch.setattr(storage_io, "_CLOSE_S", 0.05 if hangs else 60.0)
-    before = num_threads()
+    before = storage_threads()
     engine = SharedEngine(job_timeout_s=0.1)
-    assert num_threads() == before + 5
+    own = storage_threads() - before
+    assert len(own) == 5
     disk = engine.disk
     if hangs:
         disk.gates["find"] = gate = threading.Event()
@@ -221,4 +226,4 @@ def test_close_ends_the_thread(hangs, caplog, monkeypatch):
     if hangs:
         gate.set()
     else:
-        assert num_threads() == before
+        assert not any(thread.is_alive() for thread in own)
