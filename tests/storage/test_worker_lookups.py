@@ -99,8 +99,9 @@ def test_nothing_waits_for_a_look_up():
     assert not engine.worker.has_flights
 
 
-def test_an_idle_worker_waits_for_the_answer():
-    """One poll is enough: it does not spin, and it does not return before."""
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_an_idle_worker_waits_for_the_answer(all_of_them):
+    """What it sleeps on is ready once the look-up is answered, and not before."""
     engine = SharedEngine()
     engine.disk.gates["find"] = gate = threading.Event()
     job = engine.look_up((1,))
@@ -108,13 +109,12 @@ def test_an_idle_worker_waits_for_the_answer():
     engine.wait_for("find")
     assert engine.worker.has_flights
     assert engine.worker.poll().results == ()
-    timer = threading.Timer(0.05, gate.set)
-    timer.start()
-    results: tuple[JobResult, ...] = ()
-    for _ in range(60):  # a poll ends after a second
-        results = results or engine.worker.poll(wait=True).results
-    assert [result.num_found for result in results] == [(1,)]
-    timer.join()
+    (answer,) = engine.storage.waiting_on(all_of_them=all_of_them)
+    assert not answer.is_ready()
+    gate.set()
+    (result,) = engine.worker.poll(wait=True).results or engine.worker.poll(wait=True).results
+    assert result.num_found == (1,)
+    assert engine.storage.waiting_on(all_of_them=all_of_them) == []
 
 
 class Stop(BaseException):
