@@ -269,6 +269,19 @@ def test_a_request_whose_load_is_slower_computes_and_is_counted():
     assert (stats.found_tokens, stats.matched_tokens, stats.skipped_load_tokens) == (1023, 0, 1023)
 
 
+@pytest.mark.parametrize("by_ratio", [True, False])
+def test_the_end_of_a_long_prompt_does_not_hide_what_a_short_one_takes(by_ratio):
+    """Its last steps are slow for a while, as on a machine that others use too."""
+    fit = TwoTermFit(by_ratio=by_ratio)
+    for first in range(0, 16_384, 256):
+        attended = 256 * (first + 128)
+        is_slow = 8_192 <= first < 12_288
+        fit.add(256, attended, (3 if is_slow else 1) * (0.01 + 1e-8 * attended))
+    estimate = fit.seconds(256, 256 * 128)
+    assert estimate is not None
+    assert (estimate < 1.5 * 0.0103) == by_ratio, "by position, or only the latest"
+
+
 def test_factors_are_fitted_and_never_negative():
     fit = TwoTermFit()
     fit.add(1.0, 1.0, 3.0)

@@ -8,7 +8,7 @@ from tests.jobs import key_of
 from tests.storage.memory_tier import NAME, SHARED, SharedTier
 from tests.storage.test_worker import StorageEngine, io_threads
 from tests.worker.engine import FAILED, FINISHED, Engine
-from tpu_offload.types import CopyJob, JobKind, JobResult, JobState
+from tpu_offload.types import CopyJob, JobKind, JobState
 from tpu_offload.worker import storage_lookups, storage_stack
 
 

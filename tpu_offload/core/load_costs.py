@@ -14,6 +14,7 @@ from typing import final
 from tpu_offload.config import LoadMode
 
 _NUM_MEASUREMENTS = 32  # the latest count
+_NUM_OF_A_RATIO = 8  # likewise, of each ratio of the terms
 _LEAST_MEASUREMENTS = 3
 _STALE_S = 30.0  # after this long without a load, one is made to measure it again
 _PATIENCE = 1.5  # times the estimate of a read; reads vary, by their neighbours on the disk or network
@@ -25,19 +26,30 @@ class TwoTermFit:
     """Fits `seconds = a * main + b * other`, with factors from 0 on, to the latest measurements.
 
     Relative errors are minimized: small measurements count as much as large ones, and one with a stall in it hardly.
+
+    Args:
+      by_ratio: keep the latest measurements for each ratio of the terms, in powers of two, not the latest of all.
+        All the latest steps may be at the end of one long prompt, which says little about the beginning of the next.
     """
 
-    def __init__(self) -> None:
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_NUM_MEASUREMENTS)  # both terms, over the seconds
+    def __init__(self, *, by_ratio: bool = False) -> None:
+        self._by_ratio = by_ratio
+        self._latest: dict[int, deque[tuple[float, float]]] = {}  # by ratio: both terms, over the seconds
         self._factors: tuple[float, float] | None = None
         self.is_separable = False
 
     def add(self, main: float, other: float, seconds: float) -> None:
         """Adds a measurement; one without time or amount is ignored."""
         if seconds > 0 and main > 0:
-            self._measured.append((main / seconds, other / seconds))
+            ratio = math.frexp(other / main)[1] if self._by_ratio else 0
+            length = _NUM_OF_A_RATIO if self._by_ratio else _NUM_MEASUREMENTS
+            self._latest.setdefault(ratio, deque(maxlen=length)).append((main / seconds, other / seconds))
             if len(self._measured) >= _LEAST_MEASUREMENTS:
                 self._fit()
+
+    @property
+    def _measured(self) -> list[tuple[float, float]]:
+        return [one for latest in self._latest.values() for one in latest]
 
     def seconds(self, main: float, other: float) -> float | None:
         """The estimate; None while there are too few measurements."""
@@ -47,10 +59,11 @@ class TwoTermFit:
 
     def _fit(self) -> None:
         """Least squares of `a * x + b * y = 1`. Where the terms cannot be told apart, `main` explains everything."""
-        xx = sum(x * x for x, _ in self._measured)
-        xy = sum(x * y for x, y in self._measured)
-        yy = sum(y * y for _, y in self._measured)
-        sx, sy = (sum(terms) for terms in zip(*self._measured, strict=True))
+        measured = self._measured
+        xx = sum(x * x for x, _ in measured)
+        xy = sum(x * y for x, y in measured)
+        yy = sum(y * y for _, y in measured)
+        sx, sy = (sum(terms) for terms in zip(*measured, strict=True))
         det = xx * yy - xy * xy
         self.is_separable = det > 1e-3 * xx * yy
         a, b = sx / xx, 0.0
@@ -75,7 +88,7 @@ class LoadCosts:
     def __init__(self, mode: LoadMode, *, clock: Callable[[], float]) -> None:
         self._mode = mode
         self._clock = clock
-        self._prefill = TwoTermFit()
+        self._prefill = TwoTermFit(by_ratio=True)
         self._loads = TwoTermFit()
         self._promotions: defaultdict[int, TwoTermFit] = defaultdict(TwoTermFit)  # by tier
         self._last_s: dict[TwoTermFit, float] = {}
