@@ -250,6 +250,11 @@ class OffloadStats:
         "chunks",
         "Chunks whose copy to or from a storage tier failed or was late. Should be 0; the log has the reason.",
     )
+    missing_storage_chunks: int = _counter(
+        "chunks",
+        "Chunks that a storage tier no longer had when they were to be read: a server that engines share has evicted "
+        "them.",
+    )
     num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from a storage tier to make room.")
     looked_up_storage_chunks: int = _counter(
         "chunks", "Chunks that a shared storage tier was asked for, because this engine does not know them."

@@ -299,6 +299,8 @@ class JobResult:
       duration_s: seconds from dispatch to the poll that observed the end.
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
         its dispatch until the last chunk was read.
+      missing_chunks: of a promotion, positions of chunks that storage does not have any more, ascending: nothing
+        failed, but they were not copied.
       num_found: of a look-up that FINISHED, for each of its prefixes the number of leading chunks that storage has of
         this worker; else empty.
     """
@@ -309,6 +311,7 @@ class JobResult:
     duration_s: float = 0.0
     copy_s: float = 0.0
     failed_blocks: tuple[int, ...] = ()
+    missing_chunks: tuple[int, ...] = ()
     num_found: tuple[int, ...] = ()
 
 

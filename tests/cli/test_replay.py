@@ -283,7 +283,6 @@ def test_closed_output(redirect, status):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_two_processes(tmp_path, capsys):
     """Tokens equal those of one process, with and without offloading."""
     path = tmp_path / "r.json"
@@ -296,7 +295,6 @@ def test_two_processes(tmp_path, capsys):
     assert report["offload"]["prompt_tokens"]["host"] > 0
 
 
-@pytest.mark.slow
 def test_a_process_that_dies(capsys, monkeypatch):
     """The command ends with one line, and without its processes."""
     step, pids = HostRunner.step, []

@@ -126,8 +126,7 @@ class SharedWorker(StorageWorker):
             return result
         self.num_missed.update([job.chunks[i][0] for i in gone])
         self._move(job, content, set(gone), fail=True)
-        positions = gone if len(gone) < len(job.chunks) else ()
-        return JobResult(job_id=job.job_id, state=JobState.FAILED, error="no such key", failed_blocks=positions)
+        return JobResult(job_id=job.job_id, state=JobState.FINISHED, missing_chunks=gone)
 
 
 def num_leading(stored: Container[ChunkKey], keys: Iterable[ChunkKey]) -> int:

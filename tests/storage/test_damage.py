@@ -112,7 +112,7 @@ def test_what_was_truncated_swapped_or_of_another_model_is_a_miss(below):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("too small for files", "refused: .*GB are free: reduce TPU_OFFLOAD_NUM_STORAGE_CHUNKS"),
+        ("too small for files", "refused: .*GB are free: reduce the tier"),
         ("full below files", "kept"),
         ("full below objects", "kept"),
         ("read-only below files", "refused: .*Read-only file system"),

@@ -557,3 +557,19 @@ def test_a_policy_that_fails_the_plan_takes_back_the_look_up(engine, monkeypatch
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(seed):
     live_shared(seed)
+
+
+def test_what_the_server_has_evicted_meanwhile_opens_no_breaker():
+    engine = SharedEngine(num_host_chunks=64, breaker_failures=1)
+    engine.others_store(A)
+    engine.match("a", A)
+    turn(engine)
+    assert stored(engine) == set(engine.keys(A))
+    engine.others_drop(A, 1, 2)
+    engine.match("a", A)
+    turn(engine)
+    stats = engine.scheduler.stats()
+    assert (stats.missing_storage_chunks, stats.promoted_chunks) == (2, 2)
+    assert (stats.failed_storage_chunks, stats.num_failed_jobs, stats.num_open_breakers) == (0, 0, 0)
+    assert stored(engine) == {engine.keys(A)[0], engine.keys(A)[3]}, "what is gone is forgotten, and nothing else"
+    assert engine.match("a", A).num_tokens == BLOCK_SIZE

@@ -172,11 +172,11 @@ def test_killed_a_hundred_times(store_url):
     kill_often(store_url, range(100, 200))
 
 
-def test_a_value_of_another_size_is_missing(store_url):
+def test_a_value_of_another_size_cannot_be_read(store_url):
     with opened(store_url) as tier:
         for nbytes in (5, FORMAT.record_nbytes + 1):
             obstore.put(tier._store, tier._name(key_of(1)), bytes(nbytes))
-            with pytest.raises(KeyError):
+            with pytest.raises(OSError, match="bytes; expected"):
                 tier.read(key_of(1), new_record())
 
 

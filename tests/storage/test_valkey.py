@@ -237,7 +237,7 @@ def test_a_cluster(num_nodes):
                 tier.clear()
 
 
-def test_a_value_of_another_size_is_missing(server):
+def test_a_value_of_another_size_cannot_be_read(server):
     with opened(server) as tier:
         for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
             tier._writers.set(tier._prefix() + key_of(1), text)

@@ -55,6 +55,7 @@ class Job:
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
+      missing: for a promotion, positions of chunks that some worker's storage does not have.
       num_found: for a look-up, for each of its prefixes the number of leading chunks that all workers so far have.
       error: the first error reported.
       duration_s: the longest time that a worker took.
@@ -78,6 +79,7 @@ class Job:
     failed_blocks: set[int] = dataclasses.field(default_factory=set)
     copy_failed: bool = False
     detached: bool = False
+    missing: set[int] = dataclasses.field(default_factory=set)
     num_found: tuple[int, ...] = ()
     error: str = ""
     duration_s: float = 0.0
@@ -129,6 +131,8 @@ class Job:
         self.waiting_for.remove(worker_id)
         self.duration_s = max(self.duration_s, result.duration_s)
         self.copy_s = max(self.copy_s, result.copy_s)
+        if self.kind is JobKind.PROMOTE:
+            self.missing.update([i for i in result.missing_chunks if i < self.wire.num_items])
         if self.kind is JobKind.LOOKUP and result.state is JobState.FINISHED:
             self._add_found(worker_id, result.num_found)
             return

@@ -515,7 +515,8 @@ class StoragePlanner:
             self._counts.failed_storage_chunks += num_failed
             self._own_counts.failed_storage_chunks += num_failed
         if job.kind is JobKind.PROMOTE:
-            self._end_promotion(job, bad)
+            self._counts.missing_storage_chunks += len(job.missing.difference(bad))
+            self._end_promotion(job, job.missing.union(bad))
         else:
             self._end_cascade(job, bad)
 
@@ -523,7 +524,7 @@ class StoragePlanner:
         """Publishes the chunks that every worker has read and removes the others, from storage too if it failed."""
         self._promoting.difference_update(job.keys)
         planned_s, nbytes = self._reading.pop(job.job_id)
-        if job.state is JobState.FINISHED:
+        if job.state is JobState.FINISHED and not job.missing:
             # A report comes at the end of a step, which may be long after the end of the read.
             self._costs.observe_promotion(self.tier_id, nbytes, job.copy_s or self._clock() - planned_s)
         chunks = list(zip(job.keys, job.slots, strict=True))
@@ -540,10 +541,10 @@ class StoragePlanner:
             keys, slots = zip(*lost, strict=True)
             self._index.complete(keys, slots, success=False, quarantine=job.state is JobState.TIMED_OUT)
             self._mark_lost(keys)
-            if job.copy_failed:
-                for key in keys:
-                    if key in self._stored:
-                        self._forget(key)
+            gone = keys if job.copy_failed else [job.keys[i] for i in job.missing]
+            for key in gone:
+                if key in self._stored:
+                    self._forget(key)
 
     def _end_cascade(self, job: Job, bad: Container[int]) -> None:
         """Chunks that every worker has written are stored; the others, and failed deletions, are deleted again."""

@@ -75,7 +75,7 @@ class StorageTier(abc.ABC):
           key: the key.
           record: `record_nbytes` bytes, writable, page-aligned; must not be used after the call.
         Raises:
-          KeyError: there is no such key.
+          KeyError: there is no such key, which is no failure: a server may evict what it likes.
           OSError: the bytes cannot be read.
         """
 

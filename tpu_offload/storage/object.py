@@ -139,14 +139,14 @@ class ObjectTier(StorageTier):
         try:
             result = obstore.get(self._store, self._name(key))
             if result.meta["size"] != len(target):
-                raise KeyError(f"{result.meta['size']} bytes; expected {len(target)}")
+                raise ValueError(f"{result.meta['size']} bytes; expected {len(target)}")
             for part in result.stream(min_chunk_size=_STREAM_NBYTES):
                 data = np.frombuffer(part, np.uint8)
                 start, end = end, end + len(data)
                 np.copyto(target[start:end], data)  # without the interpreter's lock
         except FileNotFoundError as e:
             raise KeyError(reason(e)) from e
-        except (BaseError, OSError, ValueError) as e:  # ValueError: more bytes than there is room for
+        except (BaseError, OSError, ValueError) as e:  # ValueError: fewer or more bytes than there is room for
             raise OSError(reason(e)) from e
         if end != len(target):
             raise OSError(f"the store sent {end} bytes of {len(target)}")

@@ -149,7 +149,7 @@ class ValkeyTier(StorageTier):
         if found is None:
             raise KeyError("the server has no such key")
         if int(found) != len(record):
-            raise KeyError(f"the server has {int(found)} bytes; expected {len(record)}")
+            raise OSError(f"the server has {int(found)} bytes; expected {len(record)}")
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""

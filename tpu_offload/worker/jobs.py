@@ -26,6 +26,7 @@ class _Job:
       cancelled: the engine has taken its blocks back before all were written, or the caches were lost.
       copy_s: seconds that the copy alone took, if measured.
       of_storage: it is a copy to or from storage, or a look-up there.
+      missing: for a promotion, positions of chunks that storage does not have.
       num_found: for a look-up, what it has found.
     """
 
@@ -40,6 +41,7 @@ class _Job:
     cancelled: bool = False
     copy_s: float = 0.0
     of_storage: bool = False
+    missing: list[int] = dataclasses.field(default_factory=list)
     num_found: tuple[int, ...] = ()
 
     def failed_positions(self) -> tuple[int, ...]:
@@ -157,6 +159,10 @@ class WorkerJobs:
         """Part of a job in flight has taken so long; the longest part counts."""
         self._jobs[job_id].copy_s = max(self._jobs[job_id].copy_s, seconds)
 
+    def add_missing(self, job_id: int, positions: Iterable[int]) -> None:
+        """Storage does not have these chunks of a promotion in flight."""
+        self._jobs[job_id].missing += positions
+
     def set_found(self, job_id: int, num_found: tuple[int, ...]) -> None:
         """Sets the answer of a look-up in flight, see `JobResult.num_found`."""
         self._jobs[job_id].num_found = num_found
@@ -197,6 +203,7 @@ class WorkerJobs:
                 duration_s=seconds,
                 copy_s=job.copy_s,
                 failed_blocks=positions,
+                missing_chunks=tuple(sorted(job.missing)),
                 num_found=job.num_found,
             )
         )

@@ -58,6 +58,7 @@ class _Item:
       payload: per page group; for a cascade, the copy of the slot, dropped once it is packed; for a promotion, what was
         read and verified.
       is_read: whether, for a promotion, the payload is what was read and verified.
+      is_missing: whether, for a promotion, the tier does not have the chunk.
       error: in one line; empty if nothing failed.
       began_s: when its job was dispatched; `time.monotonic`, like the next one.
       ended_s: when its bytes had been read.
@@ -69,6 +70,7 @@ class _Item:
     slot: int | None = None
     payload: list[list[jax.Array]] | None = None
     is_read: bool = False
+    is_missing: bool = False
     error: str = ""
     began_s: float = dataclasses.field(default_factory=time.monotonic)
     ended_s: float = 0.0
@@ -180,8 +182,10 @@ class StorageCopies:
             self._num_in_io -= 1
             if item.is_read:
                 self._land(item)
-            else:
-                self._end(item, item.error)
+                continue
+            if item.is_missing:
+                self._jobs.add_missing(item.job_id, item.positions)
+            self._end(item, item.error)
         landing, self._landing = self._landing, []
         for item, tokens in landing:
             if all(map(is_ready, tokens)):
@@ -364,7 +368,12 @@ class _StorageIO:
             record = _page_aligned(self._format.record_nbytes)
             view = memoryview(record)
             generation = self.tier.generation  # before the read: one that overlaps a `clear` is not used
-            self.tier.read(key, view)
+            try:
+                self.tier.read(key, view)
+            except KeyError:  # a server may evict what it likes, so this is no failure
+                item.is_missing = True
+                self.done.append(item)
+                return
             self._format.verify(view, key, generation=generation)
             # Here, because it may copy. The arrays have their own copy, or keep the buffer.
             item.payload, start = [], PAGE_NBYTES
