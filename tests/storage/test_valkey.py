@@ -169,10 +169,16 @@ def test_a_clear_without_a_server_is_made_durable_later(server):
         assert exists(later, [key_of(1)]) == [False]
 
 
-def test_records_expire(server):
-    with opened(server, "&ttl_s=1000") as tier:
+@pytest.mark.parametrize(("ttl_s", "least"), [("1000", 900), ("100.5", 50)])
+def test_records_expire(server, ttl_s, least):
+    with opened(server, f"&ttl_s={ttl_s}") as tier:
         write(tier, key_of(1), 1)
-        assert 900 < tier._readers.ttl(tier._prefix() + key_of(1)) <= 1000
+        assert least < tier._readers.ttl(tier._prefix() + key_of(1)) <= float(ttl_s) + 1
+
+
+def test_less_than_a_second_to_live_is_not_for_ever(server):
+    with opened(server, "&ttl_s=0.5") as tier:
+        assert tier._expiry is not None
 
 
 def test_a_start_does_not_list_the_server(server):

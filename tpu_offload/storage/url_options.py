@@ -88,7 +88,7 @@ class UrlOptions:
         """Refuses options that nobody has asked for."""
         for name in self._given:
             near = difflib.get_close_matches(name, self._known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             # Without its value, which may be a secret.
             raise ConfigError(
                 f"{SETTING}: {self.scheme}:// has no option {one_line(name)}{hint} It has: {', '.join(self._known)}"

@@ -17,6 +17,7 @@ holds the interpreter's lock.
 
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -88,7 +89,7 @@ class ValkeyTier(StorageTier):
         super().__init__(spec)
         options = UrlOptions(spec.options, schemes=SCHEMES, example=EXAMPLE)
         self._where = f"{options.scheme}://{options.place}"
-        ttl_s = int(options.number("ttl_s", 0, least=0, most=2**31))
+        ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
         self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
         connect = connector(options)
         self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
