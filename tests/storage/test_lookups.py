@@ -573,3 +573,23 @@ def test_what_the_server_has_evicted_meanwhile_opens_no_breaker():
     assert (stats.failed_storage_chunks, stats.num_failed_jobs, stats.num_open_breakers) == (0, 0, 0)
     assert stored(engine) == {engine.keys(A)[0], engine.keys(A)[3]}, "what is gone is forgotten, and nothing else"
     assert engine.match("a", A).num_tokens == BLOCK_SIZE
+
+
+def test_reads_that_fail_suspend_reads_though_others_are_missing():
+    engine = SharedEngine(num_workers=2, num_host_chunks=8, sizes=(64,), breaker_failures=3, breaker_retry_s=1000.0)
+    for number in range(20, 23):
+        engine.scheduler._storage.tiers[0]._add_found(engine.keys(prompt(number)))
+        engine.match(f"request {number}", prompt(number))
+        engine.step()
+        first, second = engine.workers
+        engine.apply(first, first.finish())
+        engine.apply(second, second.finish(fail=True))
+    assert engine.scheduler.stats().num_breaker_openings == 1
+
+
+def test_a_request_that_is_not_at_a_block_boundary_waits_for_nothing(engine):
+    engine.others_store(A)
+    engine.scheduler._storage.tiers[0]._add_found(engine.keys(A))
+    assert engine.match("a", A).state is ARRIVING, "it is being read"
+    found = engine.scheduler.match("a", engine.hashes(A), num_tokens=16, num_computed_tokens=2)
+    assert found.state is MISS

@@ -68,6 +68,7 @@ class LoadPlanner:
             request.limit(limits)
         self._start_over(request, num_computed_tokens)
         if not is_at_block:
+            request.at_load_limit = True  # nothing is read from storage for it, and it waits for nothing
             return 0
         slots, num_wanted, checkpoint = self._look_up(
             request, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, had_failed_load=had_failed_load
