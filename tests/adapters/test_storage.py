@@ -102,7 +102,8 @@ def test_requests_wait_no_longer_than_they_may(servers):
     (tier,) = tiers(stack)
     tier.gates["find"] = gate = threading.Event()
     now_s = [100.0]
-    stack.offload._storage.tiers[0]._lookups._clock = stack.offload._clock = stack.offload._loads._clock = lambda: now_s[0]
+    lookups = stack.offload._storage.tiers[0]._lookups
+    lookups._clock = stack.offload._clock = stack.offload._loads._clock = lambda: now_s[0]
     request = stack.add("a", prompt(40, seed=20))
     for _ in range(5):
         stack.step()
