@@ -234,6 +234,7 @@ class Unfinished(StorageTier):
     ("name", "message"),
     [
         ("memory", "TPU_OFFLOAD_STORAGE_TIER=memory: there is no storage tier of this name; expected one of file"),
+        ("file,valkey", "expected one of file, .*module:Class; several are separated by `;`$"),
         ("no_such_module:Tier", "no_such_module cannot be imported .ModuleNotFoundError"),
         (f"{__name__}:Missing", "Missing in .* is None; expected a class derived from"),
         (f"{__name__}:CHECKS", r"CHECKS in .* is \[.*; expected a class derived from"),

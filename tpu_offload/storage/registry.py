@@ -40,7 +40,8 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
     module_name, colon, class_name = STORAGE_TIERS.get(name, name).partition(":")
     if not colon:
         known = f"one of {', '.join(STORAGE_TIERS)}, or " if STORAGE_TIERS else ""
-        raise ConfigError(f"{what}: there is no storage tier of this name; expected {known}module:Class")
+        several = "; several are separated by `;`" if "," in name else ""
+        raise ConfigError(f"{what}: there is no storage tier of this name; expected {known}module:Class{several}")
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except Exception as e:  # the user's own module may raise anything
