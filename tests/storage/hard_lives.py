@@ -41,6 +41,7 @@ class HardWorker(StorageWorker):
         self.undelivered: list[JobResult] = []
         self.outbox: list[StepReport] = []
         self.gone: set[ChunkKey] = set()  # what restarts have lost
+        self.capacity = 0
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         self.next_job_id = plan.next_job_id
@@ -96,7 +97,9 @@ class HardWorker(StorageWorker):
             for key in [key for key in self.storage if rng.random() < 0.3]:
                 del self.storage[key]
         if rng.random() < 0.3:
-            self.storage[ChunkKey(rng.randbytes(8))] = TORN  # of an earlier run, with another scheduler
+            key = ChunkKey(rng.randbytes(8))
+            if len(self.storage) < self.capacity:  # a tier holds no more, what earlier runs have left included
+                self.storage[key] = TORN
         self.incarnation += 1
         self.next_job_id = 0
         self.in_flight, self.lost_slots, self.undelivered, self.host = [], [], [], {}
@@ -151,6 +154,7 @@ class HardLife(Life):
         engine = HardEngine(**settings)
         expected = expected_setups(engine.scheduler._config, LAYOUT, len(engine.workers))
         for worker in engine.workers:
+            (worker.capacity,) = settings["sizes"]
             worker.setup = WorkerSetup(
                 **expected[worker.worker_id],
                 num_processes=1,
