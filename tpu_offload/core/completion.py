@@ -55,9 +55,8 @@ class Completion:
             self._pool.release(job.pool_blocks)
         if timed_out:
             self._counts.num_timed_out_jobs += 1
-            after = (
-                "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
-            )  # it has a deadline of its own
+            # A look-up has a deadline of its own.
+            after = "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
             _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
         elif job.state is JobState.FAILED:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
