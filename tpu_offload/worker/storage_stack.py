@@ -174,6 +174,8 @@ class StorageStack:
 
     def _start(self, jobs: Sequence[CopyJob], start: Callable[[StorageCopies, Sequence[CopyJob]], None]) -> None:
         """Starts the valid jobs, each on its tier; the others fail."""
+        if not jobs:  # as in nearly every step
+            return
         num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
         for job in jobs:
             if job.job_id in self._jobs:
