@@ -19,7 +19,7 @@ from tpu_offload.cli.main import main
 from tpu_offload.storage import Verification
 
 ROOT = Path(__file__).parents[2]
-GB = SPEC.record_nbytes / 1e9
+GB = SPEC.record_nbytes / 2**30
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_shared_server(tier, capsys, monkeypatch):
         assert (found["maxmemory_nbytes"], found["maxmemory_policy"]) == (64 * 2**20, "allkeys-lru")
         assert 0 < found["used_memory_nbytes"] < 64 * 2**20
         assert report["checked"]["good"] == 5
-        assert "maxmemory 0.07 GB, maxmemory policy allkeys-lru, used memory" in out
+        assert "maxmemory 0.06 GB, maxmemory policy allkeys-lru, used memory" in out
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
         assert main(["tier", "clear", url]) == 0
         assert f"of 2 models in {url}? All engines that use this server lose it." in capsys.readouterr().out

@@ -166,7 +166,7 @@ def _confirms(inspector: StoreInspector, survey: Survey) -> bool:
     whom = "All engines that use this server lose it." if inspector.is_shared else "An engine that uses it loses it."
     num_models = len({generation.fingerprint for generation in survey.holdings})
     sys.stdout.write(
-        f"Delete {survey.num_records:,} chunks ({survey.nbytes / 1e9:,.2f} GB) of "
+        f"Delete {survey.num_records:,} chunks ({survey.nbytes / 2**30:,.2f} GB) of "
         f"{num_models} model{'s' * (num_models != 1)} in {inspector.where}? {whom} [y/N] "
     )
     sys.stdout.flush()

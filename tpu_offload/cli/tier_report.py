@@ -10,6 +10,7 @@ from tpu_offload.cli.report import ReportConsole
 from tpu_offload.storage import StoredRecord, Survey, Verdict, Verification
 
 _MAX_ROWS = 40
+_GB = 2**30  # as in the settings
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
@@ -135,7 +136,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f}" if nbytes >= 1e7 or not nbytes else f"{nbytes / 1e9:.6f}"
+    return f"{nbytes / _GB:,.2f}" if nbytes >= _GB // 100 or not nbytes else f"{nbytes / _GB:.6f}"
 
 
 def _age(at_s: float | None) -> str:

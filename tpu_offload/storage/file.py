@@ -38,7 +38,7 @@ from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
 
-_GB = 10**9
+_GB = 2**30  # as in the settings
 _SEGMENT_NBYTES = 2**30
 _LOCK_AGAIN_S = 0.05
 _MAGIC = b"\x89TPUKVD\n"
