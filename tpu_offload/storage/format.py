@@ -96,7 +96,7 @@ class RecordFormat:
     @property
     def record_nbytes(self) -> int:
         """Header and payload, in whole pages."""
-        return PAGE_NBYTES + -(-self.payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        return _record_nbytes(self.payload_nbytes)
 
     def payload_of(self, record: memoryview) -> memoryview:
         """The payload's place in a record of `record_nbytes` bytes."""
@@ -155,6 +155,10 @@ class RecordFormat:
         return payload
 
 
+def _record_nbytes(payload_nbytes: int) -> int:
+    return PAGE_NBYTES + -(-payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
 def checksum_of(payload: memoryview) -> bytes:
     """xxh3_128 of a payload, computed without the interpreter's lock, which the one-shot functions of xxhash 3 hold."""
     state = xxhash.xxh3_128()
@@ -207,9 +211,9 @@ def check_record(record: memoryview) -> Header:
       RecordError: header or payload is damaged, or the length is not the record's.
     """
     header = read_header(record)
-    expected_nbytes = PAGE_NBYTES + -(-header.payload_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    expected_nbytes = _record_nbytes(header.payload_nbytes)
     if len(record) != expected_nbytes:
         raise RecordError(f"storage returned {len(record)} bytes; expected a record of {expected_nbytes}")
-    if xxhash.xxh3_128_digest(record[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]) != header.checksum:
+    if checksum_of(record[PAGE_NBYTES : PAGE_NBYTES + header.payload_nbytes]) != header.checksum:
         raise RecordError("storage returned a record whose payload is damaged or incomplete")
     return header
