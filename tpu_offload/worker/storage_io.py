@@ -7,8 +7,8 @@ slot. I/O threads never access segments. Each tier has its own threads, buffers 
 none of the others (`worker.storage_stack`).
 
 Reads and writes use separate threads, so no read waits behind a write; look-ups in a shared tier have one of their own
-(`worker.storage_lookups`). One thread does all writes and deletions of a key, in the order of their jobs, so a late write
-never lands after the deletion that follows it. When storage is cleared, the other threads that write wait.
+(`worker.storage_lookups`). One thread does all writes and deletions of a key, in the order of their jobs, so a late
+write never lands after the deletion that follows it. When storage is cleared, the other threads that write wait.
 """
 
 import dataclasses
