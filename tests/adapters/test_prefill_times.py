@@ -165,7 +165,7 @@ def test_a_stall_hardly_counts(monkeypatch):
         estimates.append(stack.offload._context.costs.recompute_s(0, 1000))
         stack.close()
     assert estimates[0] == pytest.approx(seconds_of(0, 1000), rel=0.01)
-    assert estimates[1] == pytest.approx(estimates[0], rel=0.02)
+    assert estimates[1] == pytest.approx(estimates[0], rel=0.01)
 
 
 @pytest.mark.parametrize("load_mode", ["auto", "load"])

@@ -14,7 +14,6 @@ from typing import final
 from tpu_offload.config import LoadMode
 
 _NUM_MEASUREMENTS = 32  # the latest count
-_NUM_OF_A_RATIO = 8  # likewise, of each ratio of the terms
 _LEAST_MEASUREMENTS = 3
 _STALE_S = 30.0  # after this long without a load, one is made to measure it again
 _PATIENCE = 1.5  # times the estimate of a read; reads vary, by their neighbours on the disk or network
@@ -42,8 +41,7 @@ class TwoTermFit:
         """Adds a measurement; one without time or amount is ignored."""
         if seconds > 0 and main > 0:
             ratio = math.frexp(other / main)[1] if self._by_ratio else 0
-            length = _NUM_OF_A_RATIO if self._by_ratio else _NUM_MEASUREMENTS
-            self._latest.setdefault(ratio, deque(maxlen=length)).append((main / seconds, other / seconds))
+            self._latest.setdefault(ratio, deque(maxlen=_NUM_MEASUREMENTS)).append((main / seconds, other / seconds))
             if len(self._measured) >= _LEAST_MEASUREMENTS:
                 self._fit()
 
