@@ -521,6 +521,13 @@ class OffloadConfig(pydantic.BaseModel):
         size = self.blocks_per_chunk
         return tuple(tier.size_in_chunks(layout, blocks_per_chunk=size) for tier in self.storage_tiers)
 
+    def records_per_state(self, layout: KVLayout) -> int:
+        """Records that a state takes in storage, each as long as that of a chunk; 0 for a layout without states."""
+        if layout.state_group is None:
+            return 0
+        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
+        return -(-row_nbytes // (layout.block_nbytes_per_host * self.blocks_per_chunk))
+
     def max_swap_blocks(self, layout: KVLayout) -> int:
         """Upper bound on the swap pool's blocks of one layer group; a worker that reports more is rejected."""
         if self.swap_gb == "auto":

@@ -15,15 +15,12 @@ chunk that is removed.
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NamedTuple, NewType, final
+from typing import NamedTuple, final
 
 from tpu_offload.core.chunk_table import ChunkTable, Entries
 from tpu_offload.core.index.slots import TierSlots
+from tpu_offload.piece_keys import PieceKey, chunk_of, piece_key
 from tpu_offload.types import ChunkKey
-
-PieceKey = NewType("PieceKey", bytes)
-"""Names a piece: the key of the chunk of full attention of the same tokens, or before the state; and its group."""
-
 
 _SCANNED_AT_ONCE = 512  # boundaries
 _MAX_PIECES = 16_384  # pieces that one call of `evict_from` looks at; 1 ms
@@ -213,8 +210,8 @@ class CheckpointTable:
             pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
             saved = [NewPiece(*pieces[at], slots[at]) for at, slot in enumerate(known) if slot is None]
             for group, number, slot in saved:
-                name = _name(keys[number], group)
-                self._slot_of[ChunkKey(name)], self._key_of[slot] = slot, name
+                name = piece_key(keys[number], group)
+                self._slot_of[name], self._key_of[slot] = slot, name
                 self._pending[slot] = []
                 self._num_refs[slot] = 2  # of the checkpoint, and of the save
         if self._pending:
@@ -324,7 +321,7 @@ class CheckpointTable:
     def _in_states(self, slots: range) -> list[Checkpoint]:
         """Resident checkpoints whose state, the last piece, is in these slots. It has the name of their key."""
         names = [self._key_of[slot] for slot in slots if slot in self._key_of]
-        found = [self._table.get(ChunkKey(name[:-1])) for name in names]
+        found = [self._table.get(chunk_of(name)) for name in names]
         return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.slots[-1] in slots]
 
     def _in_chunks(self, slots: range) -> list[Checkpoint]:
@@ -382,7 +379,7 @@ class CheckpointTable:
         assert self._num_refs == refs, "a slot is counted wrongly"
         assert self._key_of.keys() == refs.keys()
         assert self._num_states == sum(slot >= self._slots.first_state for slot in refs)
-        assert all(self._key_of[self._slot_of[name]] == PieceKey(name) for name in self._slot_of)
+        assert all(self._key_of[self._slot_of[name]] == name for name in self._slot_of)
         assert all(key == checkpoint.key for key, checkpoint in self._table.items())
         pending: dict[Checkpoint, int] = {}
         for checkpoints in self._pending.values():
@@ -419,11 +416,11 @@ class CheckpointTable:
             first = 0
             for group, (num, num_before) in enumerate(zip(num_pieces, before.num_pieces, strict=True)):
                 known += before.slots[first + num_before + 1 - num : first + num_before] if num else []
-                known += [self._slot_of.get(ChunkKey(_name(keys[end - 1], group)))] if num else []
+                known += [self._slot_of.get(piece_key(keys[end - 1], group))] if num else []
                 first += num_before
         else:
             for group, num in enumerate(num_pieces):
-                known += [self._slot_of.get(ChunkKey(_name(keys[i], group))) for i in range(end - num, end)]
+                known += [self._slot_of.get(piece_key(keys[i], group)) for i in range(end - num, end)]
         return [None if slot in self._lost else slot for slot in known] if self._lost else known
 
     def _ref(self, slots: Iterable[int]) -> None:
@@ -439,14 +436,9 @@ class CheckpointTable:
             if not num_refs[slot]:
                 del num_refs[slot]
                 self._num_states -= slot >= self._slots.first_state
-                name = ChunkKey(self._key_of.pop(slot))
+                name = self._key_of.pop(slot)
                 if self._slot_of.get(name) == slot:
                     del self._slot_of[name]
                 self._lost.discard(slot)
                 freed.append(slot)
         self._slots.free_first(freed)
-
-
-def _name(key: ChunkKey, group: int) -> PieceKey:
-    """Names a piece, by the chunk of full attention of the same tokens or before the state."""
-    return PieceKey(key + bytes((group,)))
