@@ -252,7 +252,7 @@ def test_storage(run, tmp_path):
     said, report = run("bench_storage", f"--directory {tmp_path} --mib 2 --sizes 1 --rounds 1")
     assert "Records in files" in said
     found = {(r["what"], r["way"]): r for r in report["results"]}
-    ways = ("tier", "raw", "raw, 3 threads", "vLLM fs", "LMCache fs, direct", "LMCache disk")
+    ways = ("tier", "raw", "raw, 3 threads", "raw and checksum", "vLLM fs", "LMCache fs, direct", "LMCache disk")
     assert found.keys() == {(what, way) for what in ("write", "read") for way in ways}
     assert all(r["of_raw"]["median"] > 0 for r in found.values())
     assert found["read", "raw"]["of_raw"]["median"] == 1

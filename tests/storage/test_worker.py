@@ -654,10 +654,27 @@ def test_the_tier_is_told_what_it_is_for():
     assert other.record_nbytes == spec.record_nbytes
 
 
-def test_buffers_are_aligned_to_pages():
-    for nbytes in (1, 4096, 100_001):
-        buffer = storage_io._page_aligned(nbytes)
-        assert (len(buffer), buffer.ctypes.data % 4096) == (nbytes, 0)
+def test_buffers_are_aligned():
+    for alignment in (4096, 2**21):
+        for nbytes in (1, 4096, 100_001):
+            buffer = storage_io._aligned(nbytes, alignment)
+            assert (len(buffer), buffer.ctypes.data % alignment) == (nbytes, 0)
+
+
+def test_what_is_written_begins_at_a_huge_page():
+    engine = StorageEngine()
+    starts, write = [], engine.disk.write
+
+    def watch(key, record):
+        starts.append(np.frombuffer(record, np.uint8).ctypes.data)
+        write(key, record)
+
+    engine.disk.write = watch
+    engine.fill([0])
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    assert engine.done(cascade).state is FINISHED
+    assert [start % 2**21 for start in starts] == [0]
 
 
 def test_several_hosts_are_refused_in_one_line():

@@ -39,6 +39,9 @@ from tpu_offload.worker.storage_lookups import StorageLookups
 _logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
+# Of buffers for writes, which stay: numpy asks for huge pages, and the kernel hands a disk one piece for each instead of
+# 512. Records of 4 MiB take a tenth less CPU time in all. Smaller than a huge page, they only begin at one.
+_HUGE_PAGE_NBYTES = 2**21
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 _STOP_CHECK_S = 0.1
 
@@ -347,7 +350,7 @@ class _StorageIO:
         try:
             record: Bytes | None = getattr(self._local, "record", None)
             if record is None:
-                record = self._local.record = _page_aligned(self._format.record_nbytes)
+                record = self._local.record = _aligned(self._format.record_nbytes, _HUGE_PAGE_NBYTES)
             start = PAGE_NBYTES
             for copier, payload in zip(self._copiers, item.payload or (), strict=True):
                 copier.pack(payload, record[start : start + copier.payload_nbytes])
@@ -364,7 +367,7 @@ class _StorageIO:
         """Reads a chunk and verifies that it is the record that was written for the key."""
         (key,) = item.keys
         try:
-            record = _page_aligned(self._format.record_nbytes)
+            record = _aligned(self._format.record_nbytes, PAGE_NBYTES)
             view = memoryview(record)
             generation = self.tier.generation  # before the read: one that overlaps a `clear` is not used
             try:
@@ -496,7 +499,7 @@ class _Done:
         return len(self._done) >= self._num_items
 
 
-def _page_aligned(nbytes: int) -> Bytes:
-    memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
-    start = -memory.ctypes.data % PAGE_NBYTES
+def _aligned(nbytes: int, alignment: int) -> Bytes:
+    memory = np.empty(nbytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
     return memory[start : start + nbytes]
