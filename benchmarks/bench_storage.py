@@ -4,15 +4,15 @@
 
 Each round writes and then reads the same amount in every way, in records of 1, 4 and 16 MiB. `tier` is what the
 worker's I/O threads do with a record: seal, write, read, verify; three threads, as in the worker, so that two keep the
-disk busy while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a
-record, into a file that is preallocated likewise; `raw, 3 threads` by three. `raw and checksum` computes the checksum of
-the same bytes beside these system calls, by three threads: what is left if nothing else costs anything. The others are
+disk busy while one computes a checksum. `raw` is the same number of bytes by two threads with one system call a record,
+into a file that is preallocated likewise; `raw, 3 threads` by three. `raw and checksum` computes the checksum of the
+same bytes beside these system calls, by three threads: what is left if nothing else costs anything. The others are
 `peer_files`, by three threads. What is buffered is synced and dropped from the page cache before and after each pass,
 which is not timed. The stall is the longest gap of a main thread that does nothing but look at the clock.
 
-Each record has memory of its own, the same for all ways, or with `--few-buffers` each thread has one buffer. The disk of
-a virtual machine may be a thread of the host that copies memory. Into few buffers it copies faster as long as no other
-core touches them, and raw calls never do; memory in few pieces is faster than other memory.
+Each record has memory of its own, the same for all ways, or with `--few-buffers` each thread has one buffer. The disk
+of a virtual machine may be a thread of the host that copies memory. Into few buffers it copies faster as long as no
+other core touches them, and raw calls never do; memory in few pieces is faster than other memory.
 """
 
 import concurrent.futures

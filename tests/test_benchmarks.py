@@ -259,6 +259,11 @@ def test_storage(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
 
 
+def test_storage_with_few_buffers(run, tmp_path):
+    _, report = run("bench_storage", f"--directory {tmp_path} --mib 5 --sizes 1 --rounds 1 --few-buffers --ways tier")
+    assert {r["way"] for r in report["results"]} == {"raw", "tier"}
+
+
 def test_storage_copies(run):
     said, report = run("bench_storage_copies", "--mib 4 --sizes 1 --rounds 1")
     assert "Chunks between a segment and a buffer" in said

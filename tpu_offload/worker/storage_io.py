@@ -39,8 +39,8 @@ from tpu_offload.worker.storage_lookups import StorageLookups
 _logger = logging.getLogger(__name__)
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
-# Of buffers for writes, which stay: numpy asks for huge pages, and the kernel hands a disk one piece for each instead of
-# 512. Records of 4 MiB take a tenth less CPU time in all. Smaller than a huge page, they only begin at one.
+# Buffers for writes stay, and begin at a huge page: numpy asks for such pages, and the kernel hands each to the disk in
+# one piece instead of 512. Writes of 2 and 4 MiB take 16 and 7 % less CPU time.
 _HUGE_PAGE_NBYTES = 2**21
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 _STOP_CHECK_S = 0.1
