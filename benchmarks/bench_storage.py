@@ -29,7 +29,7 @@ from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.file import FileTier
 
 _MIB = 2**20
-_NUM_THREADS = 3  # as `worker.storage_io`
+_NUM_THREADS = 3  # as `worker.storage_threads`
 _KEYS_FINGERPRINT = bytes(16)
 
 
