@@ -3,10 +3,11 @@
 import itertools
 import sys
 import threading
-import types
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.caches import random_caches
 from tests.jobs import key_of
@@ -16,12 +17,16 @@ from tpu_offload.cli.main import main
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.piece_keys import part_keys, piece_key
+from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.format import PAGE_NBYTES
 from tpu_offload.types import CopyJob, CopyPart, HostDivision, JobKind, StepPlan
-from tpu_offload.worker.storage_records import record_payload_nbytes
+from tpu_offload.worker import storage_records
+from tpu_offload.worker.storage_records import StorageItem, StorageRecords, record_payload_nbytes
+from tpu_offload.worker.storage_slots import SlotPool
 
 GB = 2**30
 SIZE, NUM_LAYERS, NUM_BLOCKS, NUM_ROWS = 2, 2, 16, 8  # blocks in a chunk; blocks and rows in the caches
+NUM_SEGMENTS = 20
 PAGE = ((4, 8, 2, 6), "bfloat16")
 CHUNK_NBYTES = SIZE * NUM_LAYERS * 768
 WINDOW_GROUP, STATE_GROUP = 0, 5  # in names of pieces
@@ -38,10 +43,18 @@ ODD = ([((3, 5), "bfloat16"), ((3, 7, 41), "float32")], 2)
 LARGER, NUM_PARTS = STATES["larger than a chunk"]
 
 
+def split(cache, axis):
+    """The same array, split over its devices along another axis."""
+    sharding = cache.sharding
+    if not isinstance(sharding, NamedSharding):
+        return cache
+    return jax.device_put(cache, NamedSharding(sharding.mesh, PartitionSpec(*[None] * axis, "model")))
+
+
 class StateEngine(EngineBase):
     """With windows or states, and storage. Of host memory it has what was there before the job under test."""
 
-    def __init__(self, states=LARGER, *, windows=(), num_devices=1, tier=FAULTY, num_segments=20, **settings):
+    def __init__(self, states=LARGER, *, windows=(), num_devices=1, tier=FAULTY, heads_axis=2, **settings):
         rng = np.random.default_rng(3)
 
         def make(num, shape, dtype):
@@ -50,7 +63,11 @@ class StateEngine(EngineBase):
             )
 
         caches = [cache for _ in range(NUM_LAYERS) for cache in make(NUM_BLOCKS, *PAGE)]
-        caches += [cache for shape, dtype in states for cache in make(NUM_ROWS, shape, dtype)]
+        caches += [
+            split(cache, heads_axis if len(shape) == 3 else 2)
+            for shape, dtype in states
+            for cache in make(NUM_ROWS, shape, dtype)
+        ]
         layout = KVLayout.from_caches(
             caches,
             block_size=4,
@@ -63,7 +80,7 @@ class StateEngine(EngineBase):
         storage = {"storage_tier": tier, "max_storage_gb_in_flight": 1.0}
         storage |= {} if "storage_gb" in settings else {"num_storage_chunks": 64}
         host = {
-            "host_gb": num_segments * segment_gb,
+            "host_gb": NUM_SEGMENTS * segment_gb,
             "host_segment_gb": segment_gb,
             "blocks_per_chunk": SIZE,
             "num_staging_blocks": 8,
@@ -207,6 +224,10 @@ def test_every_bit_comes_back(case, num_devices, path):
     assert {len(record) for record in records.values()} == {engine.disk.spec.record_nbytes} == {nbytes}
 
 
+def test_every_bit_comes_back_of_arrays_that_are_split_over_different_axes():
+    check_round_trip(StateEngine(num_devices=8, heads_axis=1), NUM_PARTS)
+
+
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_every_bit_comes_back_from_a_file_and_after_a_restart(num_devices, tmp_path):
     settings = {"tier": "file", "storage_options": f"{tmp_path / 'kv'},min_free_gb=0", "num_devices": num_devices}
@@ -239,9 +260,14 @@ def test_other_states_are_another_fingerprint(tmp_path):
     assert result.missing_chunks == (0, 1)
     fingerprints.add(other.disk.spec.fingerprint)
     other.worker.close()
-    fingerprints |= {StateEngine(num_devices=8).disk.spec.fingerprint, StateEngine([]).disk.spec.fingerprint}
-    fingerprints.add(StateEngine([], windows=(9,)).disk.spec.fingerprint)
-    assert len(fingerprints) == 5
+    more = [
+        StateEngine(num_devices=8),
+        StateEngine(num_devices=8, heads_axis=1),
+        StateEngine([]),
+        StateEngine([], windows=(9,)),
+    ]
+    fingerprints |= {engine.disk.spec.fingerprint for engine in more}
+    assert len(fingerprints) == 6
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -361,7 +387,7 @@ def test_a_slot_of_neither_pool_fails_its_job():
     engine = StateEngine()
     chunks, states = (pool.slots for pool in engine.worker._storage._pools)
     assert chunks.start == 0 < chunks.stop < states.start == engine.first_state < states.stop
-    assert engine.first_state == engine.worker.poll().setup.segment_chunks * 19, "one segment is for states at least"
+    assert engine.first_state == engine.worker.poll().setup.segment_chunks * (NUM_SEGMENTS - 1), "one is for states"
     for slot in (-1, chunks.stop, states.start - 1, states.stop):
         result = engine.run(engine.promote((chunk(1), 0), (state(1), slot)), FAILED)
         assert result.error == (
@@ -429,14 +455,39 @@ def test_a_promotion_into_memory_that_is_freed_fails(when, monkeypatch):
 # --- sizes and tools ----------------------------------------------------------------------------
 
 
-def test_records_have_room_for_states_that_are_padded():
-    """As on a TPU, where the layout does not know how many bytes a row takes."""
-    pools = [
-        types.SimpleNamespace(payload_nbytes=100, num_records=1),
-        types.SimpleNamespace(payload_nbytes=301, num_records=3),
-    ]
-    assert record_payload_nbytes(pools[:1]) == 100
-    assert record_payload_nbytes(pools) == 101
+def test_records_have_room_for_states_that_are_padded(monkeypatch):
+    """As on a TPU, where the layout does not know how many bytes a row takes; the rest of a record is zeros."""
+    chunks = SlotPool(memories=[], copiers=[Bytes(90)])
+    states = SlotPool(memories=[], copiers=[Bytes(301)], num_parts=3)
+    assert record_payload_nbytes([chunks]) == 90
+    assert record_payload_nbytes([chunks, states]) == 101
+    monkeypatch.setattr(storage_records, "page_aligned", lambda nbytes: np.full(nbytes, 0xEE, np.uint8))
+    record_format = RecordFormat(fingerprint=b"f" * 16, worker_id=0, num_shards=1, payload_nbytes=101)
+    nbytes = record_format.record_nbytes
+    tier = MemoryTier(StorageSpec(record_nbytes=nbytes, num_chunks=9, worker_id=0, fingerprint="", options=""))
+    records = StorageRecords(tier, record_format)
+    for pool, key in ((states, state(1)), (chunks, chunk(1))):
+        data = np.arange(pool.payload_nbytes, dtype=np.uint8) | 1
+        written = StorageItem(1, (0,), (key,), 0, pool, [data])
+        records.write(written)
+        records.read(read := StorageItem(2, (0,), (key,), 0, pool))
+        assert (written.error, written.payload, read.error, read.is_read) == ("", None, "", True)
+        np.testing.assert_array_equal(read.payload[0], data)
+        payload = b"".join(bytes(record_format.payload_of(memoryview(tier.values[k]))) for k in pool.record_keys(key))
+        assert payload == bytes(data) + bytes(pool.num_records * 101 - len(data))
+
+
+class Bytes:
+    """A copier of slots of so many bytes, which are a payload."""
+
+    def __init__(self, nbytes):
+        self.payload_nbytes = nbytes
+
+    def pack(self, payload, target):
+        target[:] = payload
+
+    def unpack(self, source):
+        return source
 
 
 @pytest.mark.parametrize("case", STATES)
