@@ -146,7 +146,10 @@ class StorageStack:
 
     @property
     def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
+        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one.
+
+        At most two blocks, or of states two rows, of a page group.
+        """
         return max(copier.hbm_nbytes for copier in self._copiers)
 
     def look_up(self, jobs: Sequence[CopyJob]) -> None:
