@@ -65,7 +65,7 @@ class Way:
         paths = {path.path.value: path for path in SLOT_PATHS}
         self._copier: SlotCopier | None = None
         if name in paths:
-            self._copier = SlotCopier(spec, self._arena, blocks_per_chunk=mib, path=paths[name])
+            self._copier = SlotCopier(spec, self._arena, blocks_per_slot=mib, path=paths[name])
             self._copier.compile()
         self._memory = [_view(shard.data) for shard in self._arena.now[0].addressable_shards]
 

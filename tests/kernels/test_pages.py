@@ -176,5 +176,5 @@ def test_payloads_of_other_orders_and_shards_have_other_formats(monkeypatch):
     for order, split, of_devices in itertools.product(orders, splits, [devices, devices[::-1]]):
         sharding = NamedSharding(Mesh(np.array(of_devices), ("model",)), PartitionSpec(*split))
         spec, _ = make(monkeypatch, (4, 8, 2, 64), "bfloat16", order, 130, sharding)
-        formats.add(SlotCopier(spec, NoSegments(), blocks_per_chunk=1, path=HostPath).payload_format)
+        formats.add(SlotCopier(spec, NoSegments(), blocks_per_slot=1, path=HostPath).payload_format)
     assert len(formats) == 8

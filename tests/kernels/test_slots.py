@@ -36,7 +36,7 @@ class Setup:
         rng = np.random.default_rng(0)
         self.spec = spec_of(dtype, num_devices, num_stripes)
         self.store = Store(s0=[random_like(rng, struct) for struct in self.spec.segment_structs()])
-        self.copier = SlotCopier(self.spec, self.store, blocks_per_chunk=BLOCKS_PER_CHUNK, path=path)
+        self.copier = SlotCopier(self.spec, self.store, blocks_per_slot=BLOCKS_PER_CHUNK, path=path)
 
     def read(self, chunk):
         return self.copier.read(0, chunk * BLOCKS_PER_CHUNK)
@@ -110,9 +110,7 @@ def test_copies_in_a_mesh_with_explicit_axes():
     cache = jax.ShapeDtypeStruct((2, 4, 8, 2, 6), np.dtype(np.float32), sharding=sharding)
     spec = TransferSpec.from_caches([cache] * 2, segment_blocks=6, capacity=2)
     assert spec.explicit
-    assert rank_slot_paths(
-        SLOT_PATHS, [spec], blocks_per_chunk=2, allocate=pinned_zeros, clock=itertools.count().__next__
-    )
+    assert rank_slot_paths(SLOT_PATHS, [(spec, 2)], allocate=pinned_zeros, clock=itertools.count().__next__)
 
 
 class Swapped(SlotPath):
@@ -168,9 +166,7 @@ def as_program(right, function):
 
 
 def ranked(*paths, clock):
-    return rank_slot_paths(
-        paths, [spec_of(num_stripes=1)], blocks_per_chunk=BLOCKS_PER_CHUNK, allocate=pinned_zeros, clock=clock
-    )
+    return rank_slot_paths(paths, [(spec_of(num_stripes=1), BLOCKS_PER_CHUNK)], allocate=pinned_zeros, clock=clock)
 
 
 class Clock:
@@ -207,7 +203,7 @@ def copiers(wanted, monkeypatch, *, ranking=None, precompile=True, broken=()):
         )
     monkeypatch.setattr(SlotCopier, "compile", lambda self: refuse(self._path) if self._path in broken else None)
     (made,) = make_slot_copiers(
-        StorageCopyPath(wanted), [(spec, Store())], blocks_per_chunk=1, allocate=pinned_zeros, precompile=precompile
+        StorageCopyPath(wanted), [(spec, Store(), 1)], allocate=pinned_zeros, precompile=precompile
     )
     return made._path
 

@@ -29,7 +29,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
-from tpu_offload.worker import OffloadWorker, storage_io, storage_stack
+from tpu_offload.worker import OffloadWorker, storage_records, storage_stack
 
 SIZE = BLOCKS_PER_CHUNK
 
@@ -401,8 +401,8 @@ def test_more_than_may_be_in_flight_fails():
     gate.set()
     result = engine.done(cascade)
     assert (result.state, result.failed_blocks) == (FAILED, (2,))
-    assert "more than 2 chunks" in result.error
-    assert engine.storage._num_chunks == 0, "and they have room again"
+    assert "more than 2 records" in result.error
+    assert engine.storage._num_records == 0, "and they have room again"
     again = engine.cascade((3, 2))
     engine.step(saves=[again])
     assert engine.done(again).state is FINISHED
@@ -447,7 +447,7 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     engine.step(saves=[cascade])
     engine.expect_stored(cascade)
     assert engine.done(cascade).state is FINISHED
-    (copier,) = engine.storage._copiers
+    (copier,) = engine.storage._pools[0].copiers
     real = copier.write
     if when == "at dispatch":
 
@@ -657,7 +657,7 @@ def test_the_tier_is_told_what_it_is_for():
 def test_buffers_are_aligned():
     for alignment in (4096, 2**21):
         for nbytes in (1, 4096, 100_001):
-            buffer = storage_io._aligned(nbytes, alignment)
+            buffer = storage_records.aligned(nbytes, alignment)
             assert (len(buffer), buffer.ctypes.data % alignment) == (nbytes, 0)
 
 

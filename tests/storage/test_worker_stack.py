@@ -95,7 +95,7 @@ def test_chunks_in_flight_are_bounded_for_each_tier():
     gate.set()
     results = engine.drain()
     assert (results[near.job_id].state, results[near.job_id].failed_blocks) == (FAILED, (2,))
-    assert "more than 2 chunks in flight to and from 0:" in results[near.job_id].error
+    assert "more than 2 records in flight to and from 0:" in results[near.job_id].error
     assert results[far.job_id].state is FINISHED
     engine.worker.close()
 

@@ -1,14 +1,16 @@
-"""Chunks to and from storage through HBM, for every page shape of the other tests: HBM that it takes, and in place.
+"""Slots to and from storage: the HBM that copies take, and that they are in place.
 
-Those by the host's CPU are in `test_tpu_compile`.
+Chunks through HBM, for every page shape of the other tests; those by the host's CPU are in `test_tpu_compile`. Rows of
+states by both paths.
 """
 
+import dataclasses
 import functools
 import importlib.util
 
 import pytest
 
-from tests.tpu_compile import test_page_shapes, test_tpu_compile
+from tests.tpu_compile import states, test_page_shapes, test_tpu_compile
 from tests.tpu_compile.harness import SLOTS_BY_HBM, Case
 from tests.tpu_compile.page_shapes import PAGES, case
 
@@ -68,3 +70,56 @@ def test_the_stripes_of_a_block_are_in_flight_together(copies):
         # To the device and back; the compiler rolls the first block out of some loops.
         assert result["num_dmas"] >= 2 * result["num_stripes"], result["program"]
         assert result["max_dmas_in_flight"] >= result["num_stripes"], result["program"]
+
+
+# Rows of states. Three rows are what a path is tried with at the start.
+ROWS = ("read_slot", "write_slot", *SLOTS_BY_HBM)
+STATES = [
+    ("v5e:2x2", "Qwen3-Next-80B", 4, 257, states.SEGMENT_ROWS),
+    ("v5p:2x2x1", "Qwen3.5-4B", 1, 17, states.SEGMENT_ROWS),
+    ("v6e:2x2", "Qwen3-Next-80B", 4, 513, 3),
+    ("tpu7x:2x2x1", "Qwen3.5-397B", 8, 257, states.SEGMENT_ROWS),
+]
+ROW_CASES = {
+    f"{topology} {model} TP {tp} {array}": dataclasses.replace(
+        states.case(topology, model, tp, array, num_rows=num_rows),
+        segment_blocks=segment_rows,
+        bucket=1,
+        programs=ROWS,
+    )
+    for topology, model, tp, num_rows, segment_rows in STATES
+    for array in states.ARRAYS
+}
+
+
+@functools.cache
+def measured_rows(compiler):
+    results = iter(compiler.compile(list(ROW_CASES.values())))
+    return {name: {program: next(results) for program in ROWS} for name in ROW_CASES}
+
+
+@pytest.fixture(params=ROW_CASES)
+def rows(request, compiler):
+    """The figures of the four programs."""
+    return measured_rows(compiler)[request.param]
+
+
+def test_rows_of_states_take_at_most_two_rows_of_hbm(rows):
+    """Through HBM one row and half a MiB, which is more than a small row; by the host's CPU none."""
+    for program, result in rows.items():
+        row, apart = result["block_nbytes"], 512 * 1024
+        most = row + min(apart, max(row, 128 * 1024)) if program in SLOTS_BY_HBM else 128 * 1024
+        assert result["temp_nbytes"] <= most, program
+        assert result["temp_nbytes"] <= result["bound_nbytes"], "the library would refuse it"
+        assert result["host_temp_nbytes"] == 0, program
+
+
+def test_rows_of_states_are_written_in_place_and_no_segment_is_copied(rows):
+    for program, result in rows.items():
+        is_write = program.startswith("write")
+        assert result["host_output_nbytes"] >= result["segment_nbytes" if is_write else "block_nbytes"], program
+        assert result["host_alias_nbytes"] == (result["host_output_nbytes"] if is_write else 0), program
+        assert result["output_nbytes"] <= 4096, "the token"
+        # A copy of the row itself is one of a whole staging array here, since that is as large.
+        assert [line for line in result["whole_copies"] if "[1," not in line] == [], program
+        assert result["collectives"] == [], program

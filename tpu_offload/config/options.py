@@ -27,7 +27,13 @@ from tpu_offload.config.choices import (
 )
 from tpu_offload.config.environment import env_name, one_line_error, read_settings
 from tpu_offload.config.segments import HostSegments
-from tpu_offload.config.storage_tiers import STORAGE_SIZES, StorageTierConfig, make_storage_tiers, split_per_tier
+from tpu_offload.config.storage_tiers import (
+    STORAGE_SIZES,
+    StorageTierConfig,
+    make_storage_tiers,
+    records_per_state,
+    split_per_tier,
+)
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction
@@ -513,7 +519,7 @@ class OffloadConfig(pydantic.BaseModel):
         return max(1, int(self.max_load_gb_per_step * _GB / layout.block_nbytes_per_device))
 
     def storage_chunks(self, layout: KVLayout) -> tuple[int, ...]:
-        """Most chunks in each storage tier.
+        """Most records in each storage tier: a chunk takes one, a state `records_per_state`.
 
         Raises:
           ConfigError: a tier is smaller than one chunk.
@@ -523,10 +529,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     def records_per_state(self, layout: KVLayout) -> int:
         """Records that a state takes in storage, each as long as that of a chunk; 0 for a layout without states."""
-        if layout.state_group is None:
-            return 0
-        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
-        return -(-row_nbytes // (layout.block_nbytes_per_host * self.blocks_per_chunk))
+        return records_per_state(layout, blocks_per_chunk=self.blocks_per_chunk)
 
     def max_swap_blocks(self, layout: KVLayout) -> int:
         """Upper bound on the swap pool's blocks of one layer group; a worker that reports more is rejected."""

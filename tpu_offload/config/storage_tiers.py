@@ -36,11 +36,11 @@ class StorageTierConfig:
       tier_id: its place, from 0, the nearest to the host tier.
       name: a registered name, or `module:Class`.
       options: for the tier to interpret.
-      num_chunks: its size in chunks; None if it is given in GB.
-      size_gb: its size in GB of 2**30 bytes for each worker; None if it is given in chunks.
+      num_chunks: its size in records of a chunk; None if it is given in GB.
+      size_gb: its size in GB of 2**30 bytes for each worker; None if it is given in records.
       write_on: when chunks are written to it.
       admission: which chunks it takes.
-      max_gb_in_flight: host memory for chunks on their way to and from it.
+      max_gb_in_flight: host memory for records on their way to and from it.
     """
 
     tier_id: int
@@ -58,7 +58,9 @@ class StorageTierConfig:
         return f"{self.tier_id}:{self.name}"
 
     def size_in_chunks(self, layout: KVLayout, *, blocks_per_chunk: int) -> int:
-        """Most chunks in it. With pipeline stages, as many as fit on the worker that stores most of a chunk.
+        """Most records in it: a chunk takes one, a state `records_per_state`.
+
+        With pipeline stages, as many as fit on the worker that stores most of a chunk.
 
         Raises:
           ConfigError: not even one chunk fits.
@@ -78,8 +80,17 @@ class StorageTierConfig:
         return min(nbytes // chunk_nbytes, _MAX_CHUNKS)
 
     def max_chunks_in_flight(self, layout: KVLayout, *, blocks_per_chunk: int) -> int:
-        """Most chunks on their way to and from it together, at least two: one each way."""
-        return max(2, int(self.max_gb_in_flight * _GB) // (layout.block_nbytes_per_host * blocks_per_chunk))
+        """Most records on their way to and from it together, at least those of one chunk or state each way."""
+        least = 2 * max(1, records_per_state(layout, blocks_per_chunk=blocks_per_chunk))
+        return max(least, int(self.max_gb_in_flight * _GB) // (layout.block_nbytes_per_host * blocks_per_chunk))
+
+
+def records_per_state(layout: KVLayout, *, blocks_per_chunk: int) -> int:
+    """Records that a state takes in storage, each as long as that of a chunk; 0 for a layout without states."""
+    if layout.state_group is None:
+        return 0
+    row_nbytes = layout.group_nbytes_per_host(layout.state_group)
+    return -(-row_nbytes // (layout.block_nbytes_per_host * blocks_per_chunk))
 
 
 def split_per_tier(value: Any) -> Any:

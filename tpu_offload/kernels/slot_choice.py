@@ -1,4 +1,4 @@
-"""Chooses the path of chunks between the host tier and payloads; nothing else does.
+"""Chooses the path of chunks and states between the host tier and payloads; nothing else does.
 
 Which one is faster depends on the machine: a call of the host's CPU in the device's queue, or two DMAs over the bus. So
 off the CPU backend each path that may be used is tried at the start, on a small segment: every bit has to be right, and
@@ -33,9 +33,8 @@ Clock = Callable[[], float]
 
 def make_slot_copiers(
     wanted: StorageCopyPath,
-    pools: Sequence[tuple[TransferSpec, ArenaView]],
+    pools: Sequence[tuple[TransferSpec, ArenaView, int]],
     *,
-    blocks_per_chunk: int,
     allocate: Allocate,
     precompile: bool,
 ) -> list[SlotCopier]:
@@ -45,8 +44,7 @@ def make_slot_copiers(
 
     Args:
       wanted: the setting.
-      pools: per page group, what a segment holds, and the segments.
-      blocks_per_chunk: blocks in a slot.
+      pools: per page group, what a segment holds, the segments, and the blocks in a slot; of states, one row.
       allocate: allocates zeros in pinned host memory that can be donated.
       precompile: whether to compile now; else on first use.
     Raises:
@@ -55,7 +53,7 @@ def make_slot_copiers(
     """
 
     def make(path: type[SlotPath]) -> list[SlotCopier]:
-        copiers = [SlotCopier(spec, arena, blocks_per_chunk=blocks_per_chunk, path=path) for spec, arena in pools]
+        copiers = [SlotCopier(spec, arena, blocks_per_slot=size, path=path) for spec, arena, size in pools]
         if precompile:
             for copier in copiers:
                 copier.compile()
@@ -64,8 +62,7 @@ def make_slot_copiers(
     paths = [path for path in SLOT_PATHS if wanted in (StorageCopyPath.AUTO, path.path)]
     if not precompile or pools[0][0].platform == "cpu":
         return make(paths[0])
-    specs = [spec for spec, _ in pools]
-    seconds = rank_slot_paths(paths, specs, blocks_per_chunk=blocks_per_chunk, allocate=allocate)
+    seconds = rank_slot_paths(paths, [(spec, size) for spec, _, size in pools], allocate=allocate)
     times = ", ".join(f"{path.path.value} {1e3 * seconds[path]:.3g} ms" for path in seconds)
     for path in seconds:
         try:
@@ -83,9 +80,8 @@ def make_slot_copiers(
 
 def rank_slot_paths(
     paths: Sequence[type[SlotPath]],
-    specs: Sequence[TransferSpec],
+    specs: Sequence[tuple[TransferSpec, int]],
     *,
-    blocks_per_chunk: int,
     allocate: Allocate,
     clock: Clock = time.perf_counter,
 ) -> dict[type[SlotPath], float]:
@@ -93,17 +89,17 @@ def rank_slot_paths(
 
     Args:
       paths: what to try.
-      specs: per page group, what a segment holds; the times are added.
-      blocks_per_chunk: blocks in a slot.
+      specs: per page group, what a segment holds, and the blocks in a slot; the times are added.
       allocate: allocates zeros in pinned host memory that can be donated.
       clock: seconds.
     Returns:
-      Those that copy every bit, the fastest first, with the seconds of a chunk's way out of a segment and back.
+      Those that copy every bit, the fastest first, with the seconds that one slot of each page group takes out of a
+      segment and back.
     """
     seconds: dict[type[SlotPath], float] = {}
     for path in paths:
         try:
-            seconds[path] = sum(_try(path, spec, blocks_per_chunk, allocate, clock) for spec in specs)
+            seconds[path] = sum(_try(path, spec, size, allocate, clock) for spec, size in specs)
         except Exception as e:  # a path that fails in any way is not used; the other may do
             _logger.warning(_CANNOT, path.path.value, next(iter(str(e).splitlines()), type(e).__name__))
     return dict(sorted(seconds.items(), key=lambda item: item[1]))
@@ -122,31 +118,31 @@ class _OneSegment:
         self._segment = segment
 
 
-def _try(path: type[SlotPath], spec: TransferSpec, blocks_per_chunk: int, allocate: Allocate, clock: Clock) -> float:
-    """Seconds of a chunk's way out of a segment and back; TransferError unless all bits are as they should be."""
-    spec = dataclasses.replace(spec, segment_blocks=_PROBED_SLOTS * blocks_per_chunk)
+def _try(path: type[SlotPath], spec: TransferSpec, size: int, allocate: Allocate, clock: Clock) -> float:
+    """Seconds of a slot's way out of a segment and back; TransferError unless all bits are as they should be."""
+    spec = dataclasses.replace(spec, segment_blocks=_PROBED_SLOTS * size)
     arena = _OneSegment([allocate(struct) for struct in spec.segment_structs()])
-    copier = SlotCopier(spec, arena, blocks_per_chunk=blocks_per_chunk, path=path)
+    copier = SlotCopier(spec, arena, blocks_per_slot=size, path=path)
     rng = np.random.default_rng(0)
     expected = [rng.integers(0, 256, copier.payload_nbytes, dtype=np.uint8) for _ in range(_PROBED_SLOTS)]
 
     def write(slot: int, data: Any) -> None:
-        token = int(copier.write(0, slot * blocks_per_chunk, copier.unpack(data)))
-        if token != (slot + 1) * blocks_per_chunk:
+        token = int(copier.write(0, slot * size, copier.unpack(data)))
+        if token != (slot + 1) * size:
             raise TransferError(f"a copy into the host tier ended at block {token}")
 
     for slot in (1, *range(_PROBED_SLOTS)):  # slot 1 is written again, between its neighbours
         write(slot, expected[slot] if slot != 1 else expected[1] ^ np.uint8(255))
     write(1, expected[1])
-    payload = copier.read(0, blocks_per_chunk)
+    payload = copier.read(0, size)
     write(1, expected[0])  # it must not change what was read before
-    found = [copier.read(0, slot * blocks_per_chunk) for slot in (0, 2)]
+    found = [copier.read(0, slot * size) for slot in (0, 2)]
     data = np.empty_like(expected[0])
     for which, got in ((1, payload), (0, found[0]), (2, found[1])):
         copier.pack(got, data)
         if not np.array_equal(data, expected[which]):
-            raise TransferError("the bytes of a chunk changed on their way")
-    return min(_time(copier, blocks_per_chunk, clock) for _ in range(_NUM_TIMED))
+            raise TransferError("the bytes of a slot changed on their way")
+    return min(_time(copier, size, clock) for _ in range(_NUM_TIMED))
 
 
 def _time(copier: SlotCopier, first: int, clock: Clock) -> float:

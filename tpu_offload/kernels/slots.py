@@ -1,6 +1,6 @@
-"""Copies chunks between segments of the host tier and flat bytes, for storage.
+"""Copies slots, of chunks or of states, between segments of the host tier and flat bytes, for storage.
 
-Programs copy a chunk's slot to and from a payload: small, separate arrays. They run in dispatch order, so a later write
+Programs copy a slot to and from a payload: small, separate arrays. They run in dispatch order, so a later write
 to the slot does not change the payload, and no view of a segment exists, which would prevent in-place updates of the
 segment. Any thread may copy between payloads and bytes.
 """
@@ -20,7 +20,7 @@ from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, TransferSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Payload = list[jax.Array]
-"""One chunk: per stripe of a segment, carrier[blocks_per_chunk, layers, *pool_page] in pinned host memory."""
+"""One slot: per stripe of a segment, carrier[blocks_per_slot, layers, *pool_page] in pinned host memory."""
 
 
 @final
@@ -30,15 +30,15 @@ class SlotCopier:
     Args:
       spec: what is in a segment.
       arena: the segments.
-      blocks_per_chunk: blocks in a slot.
+      blocks_per_slot: blocks in a slot; of states, one row.
       path: its programs.
     """
 
-    def __init__(self, spec: TransferSpec, arena: ArenaView, *, blocks_per_chunk: int, path: type[SlotPath]) -> None:
+    def __init__(self, spec: TransferSpec, arena: ArenaView, *, blocks_per_slot: int, path: type[SlotPath]) -> None:
         self._spec = spec
         self._arena = arena
-        self._num_blocks = blocks_per_chunk
-        self._structs = spec.payload_structs(blocks_per_chunk)
+        self._num_blocks = blocks_per_slot
+        self._structs = spec.payload_structs(blocks_per_slot)
         self._path = path
         self._programs = CompiledPrograms(spec, num_blocks=path.max_hbm_blocks)
 
@@ -49,7 +49,7 @@ class SlotCopier:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of one chunk in this process."""
+        """Bytes of one slot in this process."""
         return sum(nbytes * len(devices) for _, nbytes, devices in map(_shards, self._structs))
 
     @property
@@ -76,7 +76,7 @@ class SlotCopier:
     # On the thread that dispatches.
 
     def read(self, segment_id: int, first: int) -> Payload:
-        """Dispatches a copy of the chunk at position `first` of a segment; returns its payload at once."""
+        """Dispatches a copy of the slot at position `first` of a segment; returns its payload at once."""
         payload, _ = self._read(self._arena.segment(segment_id), np.int32(first))
         return list(payload)
 
@@ -84,7 +84,7 @@ class SlotCopier:
         """Dispatches a write, which donates the segment.
 
         Returns:
-          A token: when it is ready, with the value `first + blocks_per_chunk`, the chunk is written.
+          A token: when it is ready, with the value `first + blocks_per_slot`, the slot is written.
         """
         segment, token = self._write(self._arena.segment(segment_id), payload, np.int32(first))
         self._arena.replace(segment_id, segment)

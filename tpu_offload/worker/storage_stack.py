@@ -21,6 +21,8 @@ from tpu_offload.types import ChunkKey, CopyJob
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage_io import StorageCopies
+from tpu_offload.worker.storage_records import record_payload_nbytes
+from tpu_offload.worker.storage_slots import SlotPool
 from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ class StorageStack:
       config: the settings, with a storage tier.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
-      memories: per page group, the host tier.
+      memories: per page group of chunks, the host tier.
+      state_memories: likewise, of states.
       jobs: the worker's jobs.
       worker_id: for the tiers.
     Raises:
@@ -50,6 +53,7 @@ class StorageStack:
         kv_caches: Sequence[Any],
         *,
         memories: Sequence[HostMemory],
+        state_memories: Sequence[HostMemory] = (),
         jobs: WorkerJobs,
         worker_id: int,
     ) -> None:
@@ -59,24 +63,30 @@ class StorageStack:
                 f"{ENV_PREFIX}STORAGE_TIER={';'.join(config.storage_tier)} with KV caches that span several hosts is "
                 "not supported yet; leave it empty"
             )
-        self._memories = list(memories)
         self._jobs = jobs
-        size = config.blocks_per_chunk
         self._copiers = make_slot_copiers(
             config.storage_copy_path,
-            [(memory.spec, memory.arena) for memory in memories],
-            blocks_per_chunk=size,
+            [(memory.spec, memory.arena, memory.blocks_per_chunk) for memory in (*memories, *state_memories)],
             allocate=pinned_zeros,
             precompile=not config.skip_jax_precompile,
         )
+        of_chunks, of_states = self._copiers[: len(memories)], self._copiers[len(memories) :]
+        self._pools = [SlotPool(memories=memories, copiers=of_chunks)]
         # The layout's fingerprint names model and geometry, but not the shards.
-        formats = [layout.fingerprint().hex(), size, *(copier.payload_format for copier in self._copiers)]
+        size, num_parts = config.blocks_per_chunk, config.records_per_state(layout)
+        formats = [layout.fingerprint().hex(), size, *(copier.payload_format for copier in of_chunks)]
+        if of_states:
+            first_state = config.host_chunks(layout)
+            self._pools.append(
+                SlotPool(memories=state_memories, copiers=of_states, first_slot=first_state, num_parts=num_parts)
+            )
+            formats += ["states", num_parts, *(copier.payload_format for copier in of_states)]
         fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
         self._format = RecordFormat(
             fingerprint=fingerprint.digest(),
             worker_id=worker_id,
             num_shards=len(sharding.addressable_devices),
-            payload_nbytes=sum(copier.payload_nbytes for copier in self._copiers),
+            payload_nbytes=record_payload_nbytes(self._pools),
         )
         self._tiers: list[StorageCopies] = []
         try:
@@ -100,11 +110,9 @@ class StorageStack:
             return StorageCopies(
                 tier,
                 label=settings.label,
-                memories=self._memories,
-                copiers=self._copiers,
+                pools=self._pools,
                 record_format=self._format,
                 max_in_flight=settings.max_chunks_in_flight(layout, blocks_per_chunk=config.blocks_per_chunk),
-                blocks_per_chunk=config.blocks_per_chunk,
                 jobs=self._jobs,
             )
         except BaseException:
@@ -133,12 +141,15 @@ class StorageStack:
 
     @property
     def is_landing(self) -> bool:
-        """Whether a chunk that was read is being written to its slot."""
+        """Whether what was read is being written to its slot."""
         return any(tier.is_landing for tier in self._tiers)
 
     @property
     def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
+        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one.
+
+        At most two blocks, or of states two rows, of a page group.
+        """
         return max(copier.hbm_nbytes for copier in self._copiers)
 
     def look_up(self, jobs: Sequence[CopyJob]) -> None:
@@ -146,7 +157,7 @@ class StorageStack:
         self._start(jobs, StorageCopies.look_up)
 
     def promote(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to read chunks."""
+        """Starts to read into slots."""
         self._start(jobs, StorageCopies.promote)
 
     def cascade(self, jobs: Sequence[CopyJob]) -> None:
@@ -154,7 +165,7 @@ class StorageStack:
         self._start(jobs, StorageCopies.cascade)
 
     def collect(self) -> None:
-        """Dispatches the writes of chunks that were read into their slots, and ends finished items."""
+        """Dispatches the writes of what was read into its slots, and ends finished items."""
         for tier in self._tiers:
             tier.collect()
 
@@ -176,12 +187,12 @@ class StorageStack:
         """Starts the valid jobs, each on its tier; the others fail."""
         if not jobs:  # as in nearly every step
             return
-        num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
+        slots = [pool.slots for pool in self._pools]
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already: ignored", job.job_id)
                 continue
-            error = storage_job_error(job, num_slots=num_slots, num_tiers=len(self._tiers))
+            error = storage_job_error(job, slots=slots, num_tiers=len(self._tiers))
             if error:
                 self._jobs.start(job.job_id, of_storage=True)
                 self._jobs.drop_ref([job.job_id], error)

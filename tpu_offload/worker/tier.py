@@ -181,8 +181,12 @@ class TierCopies:
         )
 
     def memories(self) -> list[HostMemory]:
-        """Per page group, the host memory."""
-        return [group.memory for group in self._groups]
+        """Per page group of chunks, the host memory."""
+        return [group.memory for group in self._groups if group.group_id != self._state_group_id]
+
+    def state_memories(self) -> list[HostMemory]:
+        """Likewise, of states; none for a layout without them."""
+        return [group.memory for group in self._groups if group.group_id == self._state_group_id]
 
     def sources(self) -> list[GroupCopies]:
         """Per page group, the copies with which swap-ins read the host tier, on the direct path."""

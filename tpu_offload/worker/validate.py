@@ -1,7 +1,7 @@
 """Validates plans from another process before anything is copied."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,20 +51,27 @@ def job_error(job: CopyJob) -> str:
         return f"it has no {e.name}"
 
 
-def storage_job_error(job: CopyJob, *, num_slots: int, num_tiers: int) -> str:
-    """Why a storage job is invalid, in one line; empty if it is valid."""
+def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_tiers: int) -> str:
+    """Why a storage job is invalid, in one line; empty if it is valid.
+
+    Args:
+      job: the job.
+      slots: those whose memory is allocated, of each pool: of chunks, then of states if there are any.
+      num_tiers: the worker's storage tiers.
+    """
     try:
         chunks, deleted = job.chunks, job.deleted_keys
         if type(chunks) is not tuple or type(deleted) is not tuple or job.parts != ():
             return "it has parts, or its chunks or keys are not tuples"
         if not all(type(chunk) is tuple and len(chunk) == 2 for chunk in chunks):
             return "a chunk is not a pair of key and slot"
-        keys, slots = [key for key, _ in chunks], [slot for _, slot in chunks]
+        keys, named = [key for key, _ in chunks], [slot for _, slot in chunks]
         if not all(type(key) is bytes and key for key in (*keys, *deleted)):
             return "a key is not bytes, or empty"
-        if not all(type(slot) is int and 0 <= slot < num_slots for slot in slots):
-            return f"slots {slots!r:.100}; expected 0 to {num_slots - 1}"
-        if len(set(keys)) < len(keys) or len(set(slots)) < len(slots) or len(set(deleted)) < len(deleted):
+        if not all(type(slot) is int and any(slot in of_pool for of_pool in slots) for slot in named):
+            expected = ", or ".join(f"{of_pool[0]} to {of_pool[-1]}" for of_pool in slots if of_pool)
+            return f"slots {named!r:.100}; expected {expected or 'none: no memory is allocated yet'}"
+        if len(set(keys)) < len(keys) or len(set(named)) < len(named) or len(set(deleted)) < len(deleted):
             return "a key or a slot occurs twice"
         if type(job.tier_id) is not int or not 0 <= job.tier_id < num_tiers:
             return f"tier {job.tier_id!r:.100}; this worker has {num_tiers}, from 0 on"

@@ -145,8 +145,15 @@ class OffloadWorker:
     ) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
             return None
-        memories = self._tier.memories()
-        return StorageStack(config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id)
+        return StorageStack(
+            config,
+            layout,
+            kv_caches,
+            memories=self._tier.memories(),
+            state_memories=self._tier.state_memories(),
+            jobs=self._jobs,
+            worker_id=worker_id,
+        )
 
     @property
     def cache_epoch(self) -> CacheEpoch:
