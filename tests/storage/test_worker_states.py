@@ -3,6 +3,7 @@
 import itertools
 import sys
 import threading
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -247,13 +248,13 @@ def test_every_bit_comes_back_from_a_file_and_after_a_restart(num_devices, tmp_p
 
 
 def test_other_states_are_another_fingerprint(tmp_path):
-    settings = {"tier": "file", "storage_options": f"{tmp_path / 'kv'},min_free_gb=0"}
+    settings: dict[str, Any] = {"tier": "file", "storage_options": f"{tmp_path / 'kv'},min_free_gb=0"}
     engine = StateEngine(**settings)
     engine.fill([0, engine.state(1)])
     engine.run(engine.cascade((chunk(1), 0), (state(1), engine.state(1))))
     fingerprints = {engine.disk.spec.fingerprint}
     engine.worker.close()
-    others = [(shape, {"float32": "int32"}.get(dtype, dtype)) for shape, dtype in LARGER]
+    others = [(shape, {"float32": "int32"}.get(dtype, dtype)) for shape, dtype in cast(Any, LARGER)]
     other = StateEngine(others, **settings)
     assert other.worker.poll().setup.stored_keys == ((),)
     result = other.run(other.promote((chunk(1), 0), (state(1), other.state(1))))
@@ -422,7 +423,7 @@ def test_slots_follow_the_division_of_memory():
 def test_a_promotion_into_memory_that_is_freed_fails(when, monkeypatch):
     engine, stored = engine_with_a_state()
     last = engine.worker._storage._pools[1].slots[-1]
-    slow = []
+    slow: list[Any] = []
     if when == "while it is read":
         engine.disk.gates["read"] = gate = threading.Event()
     else:
@@ -457,8 +458,8 @@ def test_a_promotion_into_memory_that_is_freed_fails(when, monkeypatch):
 
 def test_records_have_room_for_states_that_are_padded(monkeypatch):
     """As on a TPU, where the layout does not know how many bytes a row takes; the rest of a record is zeros."""
-    chunks = SlotPool(memories=[], copiers=[Bytes(90)])
-    states = SlotPool(memories=[], copiers=[Bytes(301)], num_parts=3)
+    chunks = SlotPool(memories=[], copiers=[cast(Any, Bytes(90))])
+    states = SlotPool(memories=[], copiers=[cast(Any, Bytes(301))], num_parts=3)
     assert record_payload_nbytes([chunks]) == 90
     assert record_payload_nbytes([chunks, states]) == 101
     monkeypatch.setattr(storage_records, "aligned", lambda nbytes, alignment: np.full(nbytes, 0xEE, np.uint8))
@@ -468,10 +469,11 @@ def test_records_have_room_for_states_that_are_padded(monkeypatch):
     records = StorageRecords(tier, record_format)
     for pool, key in ((states, state(1)), (chunks, chunk(1))):
         data = np.arange(pool.payload_nbytes, dtype=np.uint8) | 1
-        written = StorageItem(1, (0,), (key,), 0, pool, [data])
+        written = StorageItem(1, (0,), (key,), 0, pool, cast(Any, [data]))
         records.write(written)
         records.read(read := StorageItem(2, (0,), (key,), 0, pool))
         assert (written.error, written.payload, read.error, read.is_read) == ("", None, "", True)
+        assert read.payload is not None
         np.testing.assert_array_equal(read.payload[0], data)
         payload = b"".join(bytes(record_format.payload_of(memoryview(tier.values[k]))) for k in pool.record_keys(key))
         assert payload == bytes(data) + bytes(pool.num_records * 101 - len(data))
