@@ -2,15 +2,19 @@
 
 import dataclasses
 import itertools
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker
+from tests.core.fakes import BLOCK_SIZE, POISON, ROWS, FakeEngine, FakeWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import BlockHash, ChunkKey, JobKind
+
+_SEPARATOR = b"<and>"
 
 
 class StorageWorker(FakeWorker):
@@ -22,7 +26,13 @@ class StorageWorker(FakeWorker):
       storages: by tier, what it holds.
       most_stored: by tier, the most chunks that it ever held.
       frozen: tiers whose jobs do not end.
+      blocks_per_chunk: places of a slot.
+      first_state: the lowest slot of a state; `num_parts` is how many records one has.
     """
+
+    blocks_per_chunk = 1
+    first_state = sys.maxsize
+    num_parts = 0
 
     def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 4, incarnation: int = 0) -> None:
         super().__init__(worker_id, num_host_chunks=num_host_chunks)
@@ -41,7 +51,7 @@ class StorageWorker(FakeWorker):
         results = super().begin_step(plan)
         self.in_flight += [(job, []) for job in plan.of(JobKind.LOOKUP, JobKind.PROMOTE)]
         for job in plan.of(JobKind.PROMOTE):
-            self.host.update(dict.fromkeys([slot for _, slot in job.chunks], POISON))
+            self.host.update(dict.fromkeys([place for _, slot in job.chunks for place in self.slot_places(slot)], POISON))
         self._spoil(plan, JobKind.EARLY_SAVE)
         return results
 
@@ -51,7 +61,20 @@ class StorageWorker(FakeWorker):
         self._capture(plan, JobKind.CASCADE)
 
     def _capture(self, plan: StepPlan, kind: JobKind) -> None:
-        self.in_flight += [(job, [self.host[slot] for _, slot in job.chunks]) for job in plan.of(kind)]
+        for job in plan.of(kind):
+            content = [[self.host[place] for place in self.slot_places(slot)] for _, slot in job.chunks]
+            self.in_flight.append((job, [_SEPARATOR.join(blocks) for blocks in content]))
+
+    def slot_places(self, slot: int) -> list[int]:
+        """Where a slot is in the host tier."""
+        if slot >= self.first_state:
+            assert slot - self.first_state < self.num_host_states, "a state in memory that is not there"
+            return [ROWS + slot - self.first_state]
+        return list(range(slot * self.blocks_per_chunk, (slot + 1) * self.blocks_per_chunk))
+
+    def records(self, key: ChunkKey, slot: int) -> Sequence[ChunkKey]:
+        """The records of what is in a slot."""
+        return part_keys(PieceKey(key), self.num_parts) if slot >= self.first_state else (key,)
 
     def _spoil(self, plan: StepPlan, kind: JobKind) -> None:
         for job in plan.of(kind):
@@ -88,10 +111,14 @@ class StorageWorker(FakeWorker):
             if i not in bad:
                 storage.pop(key, None)
         for i, (key, slot) in enumerate(job.chunks):
+            names = self.records(key, slot)
             if job.kind is JobKind.PROMOTE:
-                self.host[slot] = POISON if i in bad else storage[key]
+                (found,) = {POISON} if i in bad else {storage[name] for name in names}
+                places = self.slot_places(slot)
+                blocks = [POISON] * len(places) if i in bad else found.split(_SEPARATOR)
+                self.host.update(zip(places, blocks, strict=True))
             else:
-                storage[key] = POISON if i in bad else content[i]
+                storage.update(dict.fromkeys(names, POISON if i in bad else content[i]))
         self.most_stored[job.tier_id] = max(self.most_stored[job.tier_id], len(storage))
 
     def of_kind(self, kind: JobKind) -> list[CopyJob]:

@@ -237,12 +237,12 @@ class HardLife(Life):
                 worker.undelivered = []
                 self._deliver(worker)
             stats = engine.scheduler.stats()
-            if not (stats.num_jobs_in_flight or planner._to_delete or planner.has_plans):
+            if not (stats.num_jobs_in_flight or planner.records.to_delete or planner.has_plans):
                 break
         assert (stats.num_jobs_in_flight, stats.num_quarantined_chunks) == (0, 0), "a job has no end"
         self.check_storage()
         for worker in engine.workers:
-            assert worker.storage.keys() == planner._stored.keys(), "storage has what nobody knows"
+            assert worker.storage.keys() == planner.records.stored.keys(), "storage has what nobody knows"
 
 
 if __name__ == "__main__":

@@ -211,10 +211,10 @@ class Life:
         engine = self.engine
         self.check_storage()
         for tier, admission in zip(engine.scheduler._storage.tiers, self.admissions, strict=True):
-            stored, limit = tier.stored_keys(), tier._num_chunks
+            stored, limit = tier.stored_keys(), tier.records.capacity
             most = [worker.most_stored[tier.tier_id] for worker in engine.workers]
             assert max(most) <= limit, "a tier holds more than it may"
-            assert len(tier._writing) + len(tier._promoting) <= tier._max_in_flight, (
+            assert len(tier.records.writing) + len(tier.records.promoting) <= tier.records.max_in_flight, (
                 "more chunks of a tier are in flight than may be"
             )
             if admission == "second_sighting":

@@ -15,7 +15,7 @@ def make(*, num_workers=1, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage.tiers[0]._stored)
+    return list(engine.scheduler._storage.tiers[0].records.stored)
 
 
 def demoted(plan):
@@ -95,7 +95,7 @@ def test_a_chunk_is_not_written_by_two_jobs_at_once():
 
 
 def test_those_nearest_to_their_heads_are_kept_if_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.tiering._MAX_DEMOTIONS", 3)
+    monkeypatch.setattr("tpu_offload.core.storage_writes._MAX_DEMOTIONS", 3)
     engine = make()
     engine.fill(A)
     engine.fill(B)
@@ -129,7 +129,9 @@ def test_storage_never_holds_more_than_it_may_and_keeps_taking_chunks(num_chunks
     newest = {key for tokens in prompts[-6:] for key in engine.keys(tokens)}
     assert newest & set(stored(engine)), "it does not stop when it is full"
     engine.check_storage(prompts)
-    assert set(engine.workers[0].storage) - set(stored(engine)) <= set(engine.scheduler._storage.tiers[0]._to_delete)
+    assert set(engine.workers[0].storage) - set(stored(engine)) <= set(
+        engine.scheduler._storage.tiers[0].records.to_delete
+    )
 
 
 def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
@@ -140,7 +142,7 @@ def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
     storage = engine.scheduler._storage.tiers[0]
     assert set(stored(engine)) == set(engine.keys(A))
     for key in engine.keys(A):
-        storage._forget(key)
+        storage.records.forget(key)
     engine.add("a", A)
     engine.add("c", C)
     engine.step({"a": 16})
@@ -185,7 +187,7 @@ def test_a_reset_drops_what_was_to_be_demoted():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)  # evicts for a promotion
-    assert engine.scheduler._storage.tiers[0]._victims
+    assert engine.scheduler._storage.tiers[0].writes._victims
     engine.scheduler.reset()
     engine.scheduler.check_invariants()
     assert demoted(engine.turn()) == []
@@ -198,7 +200,7 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)
-    victims = dict(engine.scheduler._storage.tiers[0]._victims)
+    victims = dict(engine.scheduler._storage.tiers[0].writes._victims)
     lost = min(victims.values())
     engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
     engine.apply(engine.workers[0], [])

@@ -131,7 +131,7 @@ def test_what_others_have_stored_is_not_written_again(engine):
     engine.add("b", B)
     engine.step({"b": 16})
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert len(engine.scheduler._storage.tiers[0]._candidates) == 4, "saved, and to be written"
+    assert len(engine.scheduler._storage.tiers[0].writes._candidates) == 4, "saved, and to be written"
     engine.scheduler._storage.tiers[0]._add_found(engine.keys(B)[:3])
     (job,) = engine.turn().of(JobKind.CASCADE)
     assert [key for key, _ in job.chunks] == engine.keys(B)[3:]

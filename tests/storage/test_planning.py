@@ -28,7 +28,7 @@ def away(*, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage.tiers[0]._stored)
+    return list(engine.scheduler._storage.tiers[0].records.stored)
 
 
 def states(engine, tokens):
@@ -109,7 +109,7 @@ def test_a_candidate_that_was_evicted_is_counted():
 
 
 def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.tiering._MAX_CANDIDATES", 3)
+    monkeypatch.setattr("tpu_offload.core.storage_writes._MAX_CANDIDATES", 3)
     engine = StorageEngine(num_host_chunks=16)
     engine.serve("a", A)
     assert engine.scheduler.stats().dropped_cascade_chunks == 1
@@ -119,7 +119,7 @@ def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
 
 def test_half_of_what_may_be_in_flight_is_written_at_a_time():
     engine = StorageEngine(num_host_chunks=64, max_storage_gb_in_flight=6 * 512 / 2**30)
-    assert engine.scheduler._storage.tiers[0]._max_in_flight == 6
+    assert engine.scheduler._storage.tiers[0].records.max_in_flight == 6
     engine.serve("a", prompt(1, num_blocks=10))
     sizes = []
     while engine.scheduler.has_jobs:
@@ -220,7 +220,7 @@ def test_a_prefix_that_hbm_has_is_read_only_with_what_comes_before_it():
 
 def test_a_hole_in_what_is_stored_ends_a_promotion():
     engine = away()
-    engine.scheduler._storage.tiers[0]._forget(engine.keys(A)[1])
+    engine.scheduler._storage.tiers[0].records.forget(engine.keys(A)[1])
     engine.match("a", A)
     assert states(engine, A) == [ChunkState.PENDING, None, None, None]
     engine.rest()

@@ -100,7 +100,7 @@ def test_a_worker_that_restarts_keeps_what_it_has():
     planner(engine).adopt(1, [*keys[1:], OTHER])
     engine.scheduler.check_invariants()
     assert planner(engine).stored_keys() == keys[1:]
-    assert list(planner(engine)._to_delete) == [keys[0], OTHER]
+    assert list(planner(engine).records.to_delete) == [keys[0], OTHER]
 
 
 # --- reset ----------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_clear_that_fails_is_retried_and_nothing_is_written(engine):
     plan = engine.turn()
     assert len(clears([plan])) == len(plan.of(JobKind.CASCADE)) == 1
     assert not engine.workers[0].storage
-    assert not planner(engine)._must_clear
+    assert not planner(engine).writes.must_clear
     engine.fill(C)
     engine.check_storage([C])
 
@@ -146,7 +146,7 @@ def test_a_reset_during_a_clear_clears_again(engine):
     engine.scheduler.reset()
     engine.turn()
     assert len(clears([engine.turn()])) == 1
-    assert not planner(engine)._must_clear
+    assert not planner(engine).writes.must_clear
 
 
 def test_a_listing_from_before_a_reset_is_ignored():
@@ -155,6 +155,6 @@ def test_a_listing_from_before_a_reset_is_ignored():
     engine.scheduler.reset()
     adopt(engine, keys)
     assert not planner(engine).stored_keys()
-    assert not planner(engine)._to_delete, "the clear deletes it"
+    assert not planner(engine).records.to_delete, "the clear deletes it"
     engine.rest()
     assert not engine.workers[0].storage

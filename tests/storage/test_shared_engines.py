@@ -237,7 +237,7 @@ def test_no_engine_deletes_what_another_has_stored(plain):
     """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
     with valkey() as (_, url), engine_above(url) as first:
         serve_slowly(first, rounds()[:1])
-        keys = sorted(first._offload._scheduler._storage.tiers[0]._stored)
+        keys = sorted(first._offload._scheduler._storage.tiers[0].records.stored)
         with engine_above(url, num_storage_chunks=20) as second:
             assert tokens_of(serve_slowly(second, rounds())) == plain
             stats = second.offload_stats()

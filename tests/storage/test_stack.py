@@ -36,7 +36,7 @@ def put(engine, tier_id, tokens, chunks=slice(None)):
     keys, names = engine.keys(tokens)[chunks], engine.hashes(tokens)[chunks]
     for worker in engine.workers:
         worker.storages[tier_id].update(zip(keys, names, strict=True))
-    tiers(engine)[tier_id]._stored.update(dict.fromkeys(reversed(keys)))
+    tiers(engine)[tier_id].records.stored.update(dict.fromkeys(reversed(keys)))
 
 
 def reads(plan):
@@ -348,7 +348,7 @@ def test_with_sizes_in_gb_each_pipeline_stage_has_its_own_number_and_the_least_c
     assert sizes == [config.storage_chunks(LAYOUT), config.storage_chunks(larger)]
     assert sizes[1] < sizes[0]
     scheduler = OffloadScheduler(config, layout, num_workers=2)
-    assert tuple(tier._num_chunks for tier in scheduler._storage.tiers) == sizes[1]
+    assert tuple(tier.records.capacity for tier in scheduler._storage.tiers) == sizes[1]
 
 
 # --- the wire, estimates, statistics ------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_a_request_waits_once_for_what_all_tiers_have():
     assert found.state is MatchState.ARRIVING
     assert found.until_s is not None
     assert found.until_s - engine.clock.now_s == pytest.approx(2 * (2 * 1.0 + 2 * 2.0), rel=0.01)
-    assert engine.scheduler._storage.estimate(engine.keys(B), 0) == (0, 0.0)
+    assert engine.scheduler._storage.estimate(engine.keys(B), 0, 4) == (0, 0.0)
 
 
 def test_a_tier_that_is_slower_than_computing_is_passed_over_for_one_that_is_not():

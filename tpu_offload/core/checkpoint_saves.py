@@ -204,7 +204,7 @@ class CheckpointSaves:
             self._index.touch_checkpoint(checkpoint)
             return []
         before = request.rolling if tail.rolls else None
-        begun = self._index.begin_checkpoint(keys, boundary, max_chunks=room, before=before)
+        begun = self._index.begin_checkpoint(keys, boundary, max_chunks=room, before=before, rolls=tail.rolls)
         if begun is None:
             return None
         checkpoint, saved = begun

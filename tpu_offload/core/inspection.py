@@ -74,7 +74,7 @@ def check_invariants(
     pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = storage.pending()
     loads: list[Job | WaitingLoad] = [*queue]
-    piece_slots: set[int] = set()  # of pieces of checkpoints that are being saved
+    piece_slots = storage.pending_pieces()  # and of pieces of checkpoints that are being saved
     num_late, late_slots = 0, storage.late_slots()
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction

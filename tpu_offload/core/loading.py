@@ -168,9 +168,11 @@ class LoadPlanner:
         most = (num_tokens - 1) // size
         if request.limits.max_load_tokens is not None:
             most = min(most, (num_computed_tokens + request.limits.max_load_tokens) // size)
+        request.last_boundary = min(most, len(request.keys))
         most = min(most, end)
         found = self._index.find_checkpoint(request.keys, first, most)
         checkpoint, boundary, request.awaits_checkpoint = found
+        request.checkpoint_chunk = boundary
         request.junction_chunk = most if most > boundary else 0
         return checkpoint, boundary
 
@@ -216,6 +218,7 @@ class LoadPlanner:
         request.num_skipped_tokens = 0
         request.awaits_staging = request.awaits_checkpoint = False
         request.num_checkpoint_chunks = request.junction_chunk = 0
+        request.checkpoint_chunk = request.last_boundary = request.target_chunk = 0
         request.at_load_limit = not request.limits.cache
 
     def answer(self, request: RequestState, num_tokens: int, *, storage: TierStack) -> Match:
@@ -225,6 +228,8 @@ class LoadPlanner:
             limit_s = self._config.load_wait_s
         elif self._ends_at_a_pending_chunk(request):
             limit_s = storage.wait_s(request, self._config.save_wait_s)
+        elif storage.promotes_target(request):
+            limit_s = storage.target_wait_s(request)
         elif request.awaits_checkpoint:
             limit_s = self._config.save_wait_s
         else:

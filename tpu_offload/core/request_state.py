@@ -66,6 +66,9 @@ class RequestState:
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
       num_checkpoint_chunks: the last boundary at which its window blocks were to be saved.
       junction_chunk: where its last match would have found a longer prefix, had there been a checkpoint; else 0.
+      checkpoint_chunk: the boundary at which its last match can continue, or where its computed tokens end.
+      last_boundary: the last boundary at which it could continue, were everything in the host tier.
+      target_chunk: the boundary for which storage is being read for it; 0 if it is not.
       awaits_checkpoint: whether one is being saved that its last match could have used.
       rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
@@ -104,6 +107,9 @@ class RequestState:
     num_saved_chunks: int = 0
     num_checkpoint_chunks: int = 0
     junction_chunk: int = 0
+    checkpoint_chunk: int = 0
+    last_boundary: int = 0
+    target_chunk: int = 0
     awaits_checkpoint: bool = False
     rolling: Checkpoint | None = None
     num_deferred_chunks: int = 0

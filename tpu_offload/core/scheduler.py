@@ -263,6 +263,8 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         self._storage.hit(request.keys[: request.num_found_chunks])
+        if load.checkpoint is not None:
+            self._storage.hit_checkpoint(load.checkpoint)
         self._transfers.send(load)
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
@@ -458,7 +460,8 @@ class OffloadScheduler:
 
     def stored_block_hashes(self) -> frozenset[BlockHash]:
         """Of each chunk in storage, the hash of its last block. O(chunks)."""
-        return frozenset(map(last_block_hash, self._storage.stored_keys()))
+        namespace = self._context.keys.namespace  # else a record of a window or a state
+        return frozenset(last_block_hash(key) for key in self._storage.stored_keys() if key.endswith(namespace))
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
@@ -500,6 +503,8 @@ class OffloadScheduler:
         self._transfers.forget_news(request_id)
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
+        if request.rolling is not None:
+            self._index.settle_checkpoint(request.rolling)
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._transfers.detach(request.load)

@@ -14,10 +14,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import final
 
+from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.tiering import STORAGE_JOBS, StoragePlanner
+from tpu_offload.core.storage_jobs import STORAGE_JOBS
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.metrics import OffloadStats, TierStats
 from tpu_offload.types import ChunkKey, WorkerSetup
 
@@ -51,11 +54,19 @@ class TierStack:
             for tier, num_chunks in zip(context.config.storage_tiers, sizes, strict=True)
         )
         self._clock = context.clock
+        self._wait_s = context.config.storage_wait_s
         self._index = context.index
-        self._demoting = [tier for tier in self._tiers if tier.demotes]
+        self._counts = context.counts
+        self._costs = context.costs
+        self._chunk_tokens = context.blocks_per_chunk * context.block_size
+        self._demoting = [tier for tier in self._tiers if tier.writes.demotes]
         context.jobs.on_end(*STORAGE_JOBS, call=self._ended)
         if self._demoting:
             context.index.on_evict(self._note_evicted)
+        self._checkpoints: CheckpointPromotions | None = None
+        if self._tiers and context.checkpoint_group_ids:
+            self._checkpoints = CheckpointPromotions(context, self._tiers)
+            context.index.on_checkpoints(ready=self._offer_checkpoint, evict=self._note_evicted_checkpoint)
 
     @property
     def tiers(self) -> tuple[StoragePlanner, ...]:
@@ -72,24 +83,82 @@ class TierStack:
     def hit(self, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
         for tier in self._tiers:
-            tier.hit(keys)
+            tier.writes.hit(keys)
+
+    def hit_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A request loads a checkpoint from the host tier."""
+        if self._tiers:
+            pieces = self._index.pieces_of(checkpoint)
+            for tier in self._tiers:
+                for piece, slot in pieces:
+                    tier.records.touch(tier.records.of_slot(piece, slot))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks were saved; each tier that is written then takes those that it admits."""
         for tier in self._tiers:
-            tier.offer(keys)
+            tier.writes.offer(keys)
 
     def promote(self, request: RequestState) -> None:
         """Plans a promotion of the chunks after those that the request's last match found, from one tier.
 
-        A tier whose reads hang is asked last: its breaker opens only after several of them have timed out.
+        A tier whose reads hang is asked last: its breaker opens only after several of them have timed out. With windows
+        or states only what leads to a checkpoint is read, and the checkpoint.
         """
+        end: int | None = None
+        if self._checkpoints is not None and not (end := self._choose_target(request, self._checkpoints)):
+            return
         tiers: Sequence[StoragePlanner] = self._tiers
         if len(tiers) > 1:
             now_s = self._clock()
-            tiers = sorted(tiers, key=lambda tier: tier.is_stalled(now_s))
+            tiers = sorted(tiers, key=lambda tier: tier.reads.is_stalled(now_s))
         for tier in tiers:
-            tier.promote(request)  # the next one finds the chunk PENDING if this one reads it
+            tier.reads.promote(request, end=end)  # the next one finds the chunk PENDING if this one reads it
+        if self._checkpoints is not None and end:
+            self._checkpoints.promote(request, end)
+
+    def _choose_target(self, request: RequestState, checkpoints: CheckpointPromotions) -> int:
+        """The boundary for which storage is read for a request; 0 for none."""
+        if request.at_load_limit:
+            return 0
+        keys, first = request.keys, request.num_found_chunks
+        target = checkpoints.find_target(request)
+        if not target:
+            # Where storage has a longer prefix and no checkpoint, the request saves one.
+            known = checkpoints.reach(keys, first, request.last_boundary)
+            if known > max(first, request.checkpoint_chunk):
+                request.junction_chunk = known
+            return 0
+        request.target_chunk = target
+        has_next = (tier for tier in self._tiers if first < target and tier.records.knows(keys[first]))
+        tier = next(has_next, self._tiers[0])
+        if not self._costs.prefers_promotion(tier.tier_id, *self._target_estimates(request, checkpoints)):
+            self._counts.num_skipped_promotions += 1
+            request.target_chunk = 0
+        return request.target_chunk
+
+    def _target_estimates(
+        self, request: RequestState, checkpoints: CheckpointPromotions
+    ) -> tuple[float | None, float | None]:
+        """Seconds to read all that a request lacks up to its target, and to compute it."""
+        keys, target = request.keys, request.target_chunk
+        _, chunks_s = self.estimate(keys, request.num_found_chunks, target)
+        pieces_s = checkpoints.read_s(keys, target)
+        load_s = None if chunks_s is None or pieces_s is None else chunks_s + pieces_s
+        return load_s, self._costs.recompute_s(
+            request.checkpoint_chunk * self._chunk_tokens, target * self._chunk_tokens
+        )
+
+    def promotes_target(self, request: RequestState) -> bool:
+        """Whether the pieces of a request's target are being read."""
+        end = request.target_chunk
+        return bool(end) and any(tier.reads.promotes_checkpoint(request.keys[end - 1]) for tier in self._tiers)
+
+    def target_wait_s(self, request: RequestState) -> float:
+        """How long a request waits for its target."""
+        if request.storage_wait_s is None and self._checkpoints is not None:
+            estimates = self._target_estimates(request, self._checkpoints)
+            request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
+        return request.storage_wait_s or 0.0
 
     def look_up(self, request: RequestState) -> None:
         """Has the nearest shared tier asked for the chunks after those known here; see `StorageLookups.ask`."""
@@ -104,8 +173,8 @@ class TierStack:
         """
         key = request.keys[request.num_found_chunks]
         for tier in self._tiers:
-            if tier.promotes(key):
-                return tier.wait_s(request, otherwise_s)
+            if key in tier.records.promoting:
+                return self.target_wait_s(request) if request.target_chunk else tier.reads.wait_s(request)
         return otherwise_s
 
     @property
@@ -140,31 +209,31 @@ class TierStack:
 
     # What a tier knows of the others.
 
-    def estimate(self, keys: Sequence[ChunkKey], first: int) -> tuple[int, float | None]:
-        """How far from `first` on the tiers together have a prefix, and seconds to read it, None if not known.
+    def estimate(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[int, float | None]:
+        """How far from `first` on, at most to `end`, the tiers together have a prefix, and seconds to read it.
 
-        The nearest tier that has a chunk counts, with the run of chunks that it has.
+        The nearest tier that has a chunk counts, with the run of chunks that it has. None if the time is not known.
         """
-        end, total_s = first, 0.0
+        total_s = 0.0
         while True:
             for tier in self._tiers:
-                run_end, seconds = tier.estimate(keys, end)
-                if run_end > end:
+                run_end, seconds = tier.reads.estimate(keys, first, end)
+                if run_end > first:
                     break
             else:
-                return end, total_s
+                return first, total_s
             if seconds is None:
                 return run_end, None
-            end, total_s = run_end, total_s + seconds
+            first, total_s = run_end, total_s + seconds
 
     def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
         """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them."""
         for tier in self._tiers[:tier_id]:
-            tier.offer(keys)
+            tier.writes.offer(keys)
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether a chunk is resident, in any tier or on its way to one."""
-        return self._index.state(key) is not None or any(tier.knows(key) for tier in self._tiers)
+        return self._index.state(key) is not None or any(tier.records.knows(key) for tier in self._tiers)
 
     # Inside.
 
@@ -173,7 +242,15 @@ class TierStack:
 
     def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for tier in self._demoting:
-            tier.note_evicted(keys, slots)
+            tier.writes.note_evicted(keys, slots)
+
+    def _note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
+        for tier in self._demoting:
+            tier.writes.note_evicted_checkpoint(checkpoint)
+
+    def _offer_checkpoint(self, checkpoint: Checkpoint) -> None:
+        for tier in self._tiers:
+            tier.writes.offer_checkpoint(checkpoint)
 
     # State.
 
@@ -194,12 +271,16 @@ class TierStack:
         return tuple(tier.stats() for tier in self._tiers)
 
     def stored_keys(self) -> set[ChunkKey]:
-        """Chunks that any tier has."""
+        """Records that any tier has."""
         return set().union(*(tier.stored_keys() for tier in self._tiers))
 
     def pending(self) -> list[ChunkKey]:
         """Chunks that promotions have made PENDING."""
-        return [key for tier in self._tiers for key in tier.pending()]
+        return [key for tier in self._tiers for key, _ in tier.reads.pending(pieces=False)]
+
+    def pending_pieces(self) -> set[int]:
+        """Slots of pieces of checkpoints that promotions have made PENDING."""
+        return {slot for tier in self._tiers for _, slot in tier.reads.pending(pieces=True)}
 
     def late_slots(self) -> list[int]:
         """Slots that late promotions may still write."""

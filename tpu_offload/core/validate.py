@@ -48,11 +48,6 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
 
 def _check_checkpoints(config: OffloadConfig) -> None:
     """Raises ConfigError if a setting does not support sliding-window groups and states."""
-    if config.has_storage:
-        raise ConfigError(
-            f"{env_name('storage_tier')}={';'.join(config.storage_tier)}: the model has sliding windows or states, "
-            "which storage does not support; unset it"
-        )
     if SaveEvent.HBM_EVICTION in config.save_on:
         raise ConfigError(
             f"{env_name('save_on')} has {SaveEvent.HBM_EVICTION.value}: the model has sliding windows or "

@@ -15,7 +15,7 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
 """
 
 from tpu_offload.core.index.changes import Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece
+from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece, NewPieceKey
 from tpu_offload.core.index.chunk_index import ChunkIndex
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance, PoolMove
 from tpu_offload.core.index.slots import overlaps
@@ -27,6 +27,7 @@ __all__ = [
     "ChunkIndex",
     "ChunkState",
     "NewPiece",
+    "NewPieceKey",
     "Pool",
     "PoolBalance",
     "PoolMove",

@@ -40,6 +40,18 @@ class NewPiece(NamedTuple):
     slot: int
 
 
+class NewPieceKey(NamedTuple):
+    """A piece that a checkpoint would need and that is not resident.
+
+    Attributes:
+      group: as in `NewPiece`.
+      key: its name.
+    """
+
+    group: int
+    key: PieceKey
+
+
 @final
 class Checkpoint:
     """The pieces of one boundary.
@@ -53,13 +65,20 @@ class Checkpoint:
       superseded: an earlier checkpoint of the same request, which is dropped when this one can be used; None if it
         stays.
       was_loaded: whether a request has loaded it.
+      rolls: whether its request will probably supersede it soon.
+      was_announced: whether it was announced as READY (see `CheckpointTable`).
       last_use: the last request that used it; the index counts them.
     """
 
-    __slots__ = ("key", "last_use", "num_holds", "num_pending", "num_pieces", "slots", "superseded", "was_loaded")
+    __slots__ = (
+        "key", "last_use", "num_holds", "num_pending", "num_pieces", "rolls", "slots", "superseded", "was_announced",
+        "was_loaded",
+    )  # fmt: skip
 
-    def __init__(self, key: ChunkKey, slots: "array[int]", num_pieces: tuple[int, ...]) -> None:
+    def __init__(self, key: ChunkKey, slots: "array[int]", num_pieces: tuple[int, ...], *, rolls: bool = False) -> None:
         self.key = key
+        self.rolls = rolls
+        self.was_announced = False
         self.slots = slots
         self.num_pieces = num_pieces
         self.num_pending = self.num_holds = 0
@@ -81,6 +100,8 @@ class CheckpointTable:
     Attributes:
       has_states: likewise.
       num_evicted: checkpoints evicted so far, by themselves or with their prefix.
+      on_ready: called once with each checkpoint that lookups can find, if it will probably not be superseded soon.
+      on_evict: called with each READY one that is about to be evicted, unless its memory is about to be given away.
     """
 
     def __init__(
@@ -106,6 +127,8 @@ class CheckpointTable:
         self._held: set[Checkpoint] = set()
         self._unscanned: list[Checkpoint] = []  # by `evict_from`
         self.num_evicted = 0
+        self.on_ready: Callable[[Checkpoint], None] | None = None
+        self.on_evict: Callable[[Checkpoint], None] | None = None
 
     def __len__(self) -> int:
         return len(self._table)
@@ -162,6 +185,21 @@ class CheckpointTable:
         """How many pieces a checkpoint after `end` chunks has in each window group, and of states."""
         return tuple([min(end, most) for most in self._most_pieces])
 
+    def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
+        """What has to be saved for the checkpoint after `end` chunks of a prefix; as `begin` says."""
+        num_pieces = self.num_pieces(end)
+        known = self._known_slots(keys, end, num_pieces, None)
+        pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
+        return [
+            NewPieceKey(group, piece_key(keys[i], group))
+            for (group, i), slot in zip(pieces, known, strict=True)
+            if slot is None
+        ]
+
+    def pieces_of(self, checkpoint: Checkpoint) -> list[tuple[PieceKey, int]]:
+        """The names and the slots of a checkpoint's pieces, while it is resident or held."""
+        return [(self._key_of[slot], slot) for slot in checkpoint.slots]
+
     def begin(
         self,
         keys: Sequence[ChunkKey],
@@ -170,6 +208,7 @@ class CheckpointTable:
         max_chunks: int,
         take: Callable[[int, int], list[int]],
         before: Checkpoint | None = None,
+        rolls: bool = False,
     ) -> tuple[Checkpoint, list[NewPiece]] | None:
         """Begins the save of the checkpoint after `end` chunks of a prefix. There is none yet.
 
@@ -180,6 +219,7 @@ class CheckpointTable:
           take: takes this many free slots for window chunks, and then this many for states; none if there are fewer of
             either. It may evict other checkpoints.
           before: an earlier checkpoint of this prefix; if it is the one a chunk before, the search is short.
+          rolls: see `Checkpoint`.
         Returns:
           The checkpoint, and what has to be saved for it. None, and no checkpoint has begun, if more must be saved or
           there are too few slots.
@@ -204,7 +244,7 @@ class CheckpointTable:
         new = iter(free)
         # 64 bits: states come after as many slots of chunks as the settings allow, however few there is memory for.
         slots = array("q", [next(new) if slot is None else slot for slot in known])
-        checkpoint = self._table[key] = Checkpoint(key, slots, num_pieces)
+        checkpoint = self._table[key] = Checkpoint(key, slots, num_pieces, rolls=rolls)
         saved: list[NewPiece] = []
         if free:
             pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
@@ -219,6 +259,7 @@ class CheckpointTable:
                 if slot in self._pending:
                     self._pending[slot].append(checkpoint)
                     checkpoint.num_pending += 1
+        self._announce(checkpoint)
         return checkpoint, saved
 
     def complete(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
@@ -238,7 +279,13 @@ class CheckpointTable:
                     self.drop(checkpoint)
                 else:
                     self._drop_superseded(checkpoint)
+                    self._announce(checkpoint)
         self._unref(slots)
+
+    def settle(self, checkpoint: Checkpoint) -> None:
+        """It will not be superseded any more: its request has ended, or another has loaded it."""
+        checkpoint.rolls = False
+        self._announce(checkpoint)
 
     def supersede(self, earlier: Checkpoint, *, by: Checkpoint) -> None:
         """Drops an earlier checkpoint of the same request once a later one can be used, unless a request loaded it.
@@ -261,6 +308,7 @@ class CheckpointTable:
             for key in keys:
                 if key in table:
                     self._drop_superseded(table[key])
+                    self._announce(table[key])
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """A request used it."""
@@ -289,21 +337,24 @@ class CheckpointTable:
         if not checkpoint.num_holds:
             self._unref(checkpoint.slots)
 
-    def evict_at(self, keys: Iterable[ChunkKey]) -> None:
-        """Drops the checkpoints after these chunks, which are being evicted."""
+    def evict_at(self, keys: Iterable[ChunkKey], *, keeps_memory: bool = True) -> None:
+        """Drops the checkpoints after these chunks, which are being evicted.
+
+        Args:
+          keys: the chunks.
+          keeps_memory: whether what they hold can still be read; see `on_evict`.
+        """
         table = self._table
         if table:
             for key in keys:
                 if key in table:
-                    self.num_evicted += 1
-                    self.drop(table[key])
+                    self._evict(table[key], keeps_memory=keeps_memory)
 
     def evict_one(self, protected: Container[ChunkKey]) -> Checkpoint | None:
         """Drops the least recently used checkpoint that nothing holds, saves or protects; None if there is none."""
         for checkpoint in self._table.values():
             if not (checkpoint.num_holds or checkpoint.num_pending or checkpoint.key in protected):
-                self.num_evicted += 1
-                self.drop(checkpoint)
+                self._evict(checkpoint, keeps_memory=True)
                 return checkpoint
         return None
 
@@ -315,8 +366,7 @@ class CheckpointTable:
         """
         for checkpoint in self._in_states(slots) if slots.start >= self._slots.first_state else self._in_chunks(slots):
             if not (checkpoint.num_holds or checkpoint.num_pending):
-                self.num_evicted += 1
-                self.drop(checkpoint)
+                self._evict(checkpoint, keeps_memory=False)
 
     def _in_states(self, slots: range) -> list[Checkpoint]:
         """Resident checkpoints whose state, the last piece, is in these slots. It has the name of their key."""
@@ -392,6 +442,22 @@ class CheckpointTable:
         """Raises AssertionError unless exactly these holds exist, and these slots are being written."""
         assert {checkpoint: checkpoint.num_holds for checkpoint in self._held} == holds
         assert self._pending.keys() == pending
+
+    def _evict(self, checkpoint: Checkpoint, *, keeps_memory: bool) -> None:
+        self.num_evicted += 1
+        if self.on_evict is not None and keeps_memory and not checkpoint.num_pending:
+            is_lost = bool(self._lost) and not self._lost.isdisjoint(checkpoint.slots)
+            if not is_lost and not checkpoint.rolls:
+                self.on_evict(checkpoint)
+        self.drop(checkpoint)
+
+    def _announce(self, checkpoint: Checkpoint) -> None:
+        """Calls `on_ready` if it is time."""
+        if self.on_ready is None or checkpoint.rolls or checkpoint.was_announced or checkpoint.num_pending:
+            return
+        if self._is_resident(checkpoint) and self._is_found(checkpoint.key):
+            checkpoint.was_announced = True
+            self.on_ready(checkpoint)
 
     def _drop_superseded(self, by: Checkpoint) -> None:
         one = by.superseded

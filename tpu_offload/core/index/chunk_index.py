@@ -23,7 +23,7 @@ from typing import final
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.ages import UseAges
 from tpu_offload.core.index.changes import ChangeLog, Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece
+from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece, NewPieceKey
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance
@@ -32,6 +32,7 @@ from tpu_offload.core.index.slots import SlotAllocator, TierSlots, overlaps
 from tpu_offload.core.index.states import ChunkState, ChunkStates
 from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
+from tpu_offload.piece_keys import PieceKey
 from tpu_offload.types import ChunkKey
 
 MAX_REMOVED = 256
@@ -163,6 +164,19 @@ class ChunkIndex:
         """
         assert self._on_evict is None, "a second callback for evictions"
         self._on_evict = call
+
+    def on_checkpoints(self, *, ready: Callable[[Checkpoint], None], evict: Callable[[Checkpoint], None]) -> None:
+        """Registers the callbacks for checkpoints, see `CheckpointTable`."""
+        self._checkpoints.on_ready, self._checkpoints.on_evict = ready, evict
+
+    def has_usable(self, slot: int) -> bool:
+        """Whether a slot is usable: its memory is there, and is not about to be given away."""
+        pool, first = (
+            (self._slots, 0)
+            if slot < self._tier_slots.first_state
+            else (self._state_slots, self._tier_slots.first_state)
+        )
+        return slot - first < pool.num_usable
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -350,15 +364,33 @@ class ChunkIndex:
         """See `CheckpointTable.get`."""
         return self._checkpoints.get(key)
 
+    def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
+        """See `CheckpointTable.missing_pieces`."""
+        return self._checkpoints.missing_pieces(keys, end)
+
+    def pieces_of(self, checkpoint: Checkpoint) -> list[tuple[PieceKey, int]]:
+        """See `CheckpointTable.pieces_of`."""
+        return self._checkpoints.pieces_of(checkpoint)
+
+    def settle_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """See `CheckpointTable.settle`."""
+        self._checkpoints.settle(checkpoint)
+
     def begin_checkpoint(
-        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int, before: Checkpoint | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        end: int,
+        *,
+        max_chunks: int,
+        before: Checkpoint | None = None,
+        rolls: bool = False,
     ) -> tuple[Checkpoint, list[NewPiece]] | None:
         """Begins the save of the checkpoint after `end` resident chunks of a prefix; see `CheckpointTable.begin`."""
 
         def take(num_slots: int, num_states: int) -> list[int]:
             return self._take(num_slots, num_states, protected=(keys[end - 1],))
 
-        begun = self._checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before)
+        begun = self._checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before, rolls=rolls)
         if begun is not None:
             self._count_used(1, sum(piece.slot < self._tier_slots.first_state for piece in begun[1]))
             self._note_used(begun[0])
@@ -383,6 +415,7 @@ class ChunkIndex:
     def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
         """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
         checkpoint.was_loaded = True
+        self._checkpoints.settle(checkpoint)
         self.touch_checkpoint(checkpoint)
         self._count_used(0, num_chunks)
         self._count_used(1, len(checkpoint.slots) - self._checkpoints.has_states)
@@ -542,6 +575,8 @@ class ChunkIndex:
         while len(free) < num_slots and (checkpoint := self._checkpoints.evict_one(protected)) is not None:
             key: ChunkKey | None = checkpoint.key
             while key is not None and len(free) < num_slots and key not in protected and self._is_useless(key):
+                if self._on_evict is not None and not self._lost_slots:
+                    self._on_evict((key,), (self._tree.slot_of[key],))
                 key = self._evict(key)
 
     def _is_useless(self, key: ChunkKey) -> bool:
@@ -561,7 +596,7 @@ class ChunkIndex:
         self._slots.free_first((slot,))
         self._policy.remove(key, parent)
         self._evictor.num_evicted += 1
-        self._checkpoints.evict_at((key,))
+        self._checkpoints.evict_at((key,), keeps_memory=False)  # while slots are vacated; else there is none
         if self._ages is not None:
             self._ages.removed((key,), parent)
         if self._changes is not None:

@@ -1,0 +1,278 @@
+"""What is read from one storage tier into the host tier: promotions.
+
+A promotion reads chunks that a lookup needs next, or the pieces of a checkpoint. Until it ends, the lookup is ARRIVING.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol, final
+
+from tpu_offload.config import StorageTierConfig
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.storage_jobs import ACCOUNT, TierJobs
+from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.metrics import TierStats
+from tpu_offload.types import ChunkKey, JobKind, JobState
+
+_MAX_PROMOTIONS = 64  # a job
+_STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
+_MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
+
+
+class TierNeighbors(Protocol):
+    """What the planner of a tier knows of the others."""
+
+    def estimate(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[int, float | None]:
+        """How far from `first` on, at most to `end`, all tiers together have a prefix, and seconds to read it."""
+
+    def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
+        """Chunks have come from a tier; they are READY."""
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident, in any tier or on its way to one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reading:
+    """A promotion in flight.
+
+    Attributes:
+      planned_s: when it was planned.
+      nbytes: bytes in flight then, its own included.
+      end: the chunk before the checkpoint whose pieces it reads; None if it reads chunks of full attention.
+    """
+
+    planned_s: float
+    nbytes: int
+    end: ChunkKey | None
+
+
+@final
+class StorageReads:
+    """Plans the promotions of one tier.
+
+    Args:
+      context: the scheduler's shared state.
+      tier: the settings of the tier.
+      num_tiers: how many there are.
+      records: the tier's.
+      jobs: likewise.
+      own_counts: likewise.
+      mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
+      neighbors: the other tiers, and this one.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        tier: StorageTierConfig,
+        *,
+        num_tiers: int,
+        records: StoredRecords,
+        jobs: TierJobs,
+        own_counts: TierStats,
+        mark_lost: Callable[[Sequence[ChunkKey]], None],
+        neighbors: TierNeighbors,
+    ) -> None:
+        self._tier_id = tier.tier_id
+        self._index = context.index
+        self._counts = context.counts
+        self._own_counts = own_counts
+        self._clock = context.clock
+        self._costs = context.costs
+        self._wait_s = context.config.storage_wait_s
+        self._num_tiers = num_tiers
+        self._records = records
+        self._jobs = jobs
+        self._mark_lost = mark_lost
+        self._neighbors = neighbors
+        self._chunk_tokens = context.blocks_per_chunk * context.block_size
+        self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
+        self._first_state = context.first_state_slot
+        self._breaker = jobs.make_breaker("promotions from")
+        self._reading: dict[int, _Reading] = {}  # by job in flight
+        self._num_slots = 0  # of chunks that promotions in flight write
+
+    def promote(self, request: RequestState, *, end: int | None = None) -> None:
+        """Plans a promotion of stored chunks that follow those that the request's last match found.
+
+        These chunks are PENDING from now on. All chunks before them are resident: the index allocates no others.
+
+        Args:
+          request: the request.
+          end: the boundary of the checkpoint that it wants, for which it has been decided to read. None for a model
+            without checkpoints.
+        """
+        first, keys, stored = request.num_found_chunks, request.keys, self._records.stored
+        last = len(keys) if end is None else end
+        if not stored or request.at_load_limit or first >= last or keys[first] not in stored:
+            return
+        if self._index.state(keys[first]) is not None:
+            return
+        if end is None and not self._costs.prefers_promotion(self._tier_id, *self._estimates(request)):
+            self._counts.num_skipped_promotions += 1
+            return
+        room = self.room
+        missing, stop = self._index.missing(keys, 0, min(last, first + room))
+        indices = list(itertools.takewhile(lambda i: keys[i] in stored, missing))[:room]
+        wanted = {keys[i] for i in indices}
+        if not indices or len(wanted) < len(indices) or any(key in self._index for key in wanted):
+            # No room, an earlier chunk is not stored, or the hashes are not chained.
+            self._counts.num_dropped_promotions += not room
+            return
+        protected = _protected(keys, indices, stop, is_whole=len(missing) == stop - missing[0])
+        slots = self._index.allocate(request.use, keys, indices, protected=protected)
+        if not slots:
+            self._counts.num_dropped_promotions += 1
+            return
+        self._plan([keys[i] for i in indices[: len(slots)]], slots, end=None)
+
+    def read_pieces(self, pieces: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey) -> None:
+        """Plans the promotion of pieces of the checkpoint after this chunk, which are PENDING."""
+        self._plan(pieces, slots, end=end)
+
+    def _plan(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey | None) -> None:
+        names = self._records.of_slots(keys, slots)
+        self._records.touch(names)
+        self._records.promoting.update(names)
+        self._num_slots += self._num_chunk_slots(slots)
+        now_s = self._clock()
+        job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self._breaker, now_s=now_s)
+        self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end)
+
+    def _num_chunk_slots(self, slots: Sequence[int]) -> int:
+        return sum([slot < self._first_state for slot in slots])
+
+    @property
+    def _max_slots(self) -> int:
+        """Slots that promotions may hold: of half of the host tier an equal share, which no other tier can hold up."""
+        return self._index.num_slots // (2 * self._num_tiers)
+
+    @property
+    def room(self) -> int:
+        """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
+        if not self._breaker.admits(ACCOUNT):
+            return 0
+        room = max(0, min(_MAX_PROMOTIONS, self._records.room_in_flight, self._max_slots - self._num_slots))
+        return room if self._breaker.closed else min(room, 1)
+
+    def has_room_for(self, num_records: int, num_slots: int) -> bool:
+        """Whether so many records may be read now, into so many slots of chunks. A checkpoint is read as a whole."""
+        return (
+            self._breaker.admits(ACCOUNT)
+            and num_records <= self._records.room_in_flight
+            and num_slots <= self._max_slots - self._num_slots
+        )
+
+    # Estimates.
+
+    def wait_s(self, request: RequestState) -> float:
+        """How long a request waits for what is being promoted: not longer than computing takes, where that is known.
+
+        For all that the tiers have of the request together.
+        """
+        if request.storage_wait_s is None:
+            estimates = self._estimates(request, of_all_tiers=True)
+            request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
+        return request.storage_wait_s
+
+    def _estimates(self, request: RequestState, *, of_all_tiers: bool = False) -> tuple[float | None, float | None]:
+        """Seconds to read what this tier, or all, have after the chunks that a match found, and to compute it."""
+        first, last = request.num_found_chunks, request.target_chunk or len(request.keys)
+        end, load_s = self.estimate(request.keys, first, last)
+        if of_all_tiers:
+            end, rest_s = self._neighbors.estimate(request.keys, end, last)
+            load_s = None if load_s is None or rest_s is None else load_s + rest_s
+        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+
+    def estimate(self, keys: Sequence[ChunkKey], first: int, last: int) -> tuple[int, float | None]:
+        """Where the run of chunks ends that this tier has from `first` on, and seconds to read it."""
+        end, num_read = first, 0
+        stored, promoting = self._records.stored, self._records.promoting
+        while end < last and end - first < _MAX_ESTIMATED:
+            key = keys[end]
+            if key not in promoting:
+                if key not in stored:
+                    break
+                num_read += 1
+            end += 1
+        return end, self.read_s(num_read)
+
+    def read_s(self, num_records: int) -> float | None:
+        """Seconds to read so many records after those in flight; None if it is not known."""
+        most = max(1, min(_MAX_PROMOTIONS, self._records.max_in_flight, self._max_slots))
+        nbytes = (num_records + len(self._records.promoting)) * self._chunk_nbytes
+        return self._costs.promotion_s(self._tier_id, nbytes, num_jobs=max(1, -(-num_records // most)))
+
+    # Ends.
+
+    def ended(self, job: Job, bad: Container[int]) -> None:
+        """Publishes what every worker has read and removes the rest, from storage too if it failed."""
+        names = self._records.of_slots(job.keys, job.slots)
+        self._records.promoting.difference_update(names)
+        self._num_slots -= self._num_chunk_slots(job.slots)
+        reading = self._reading.pop(job.job_id)
+        if job.state is JobState.FINISHED and not job.missing:
+            # A report comes at the end of a step, which may be long after the end of the read.
+            seconds = job.copy_s or self._clock() - reading.planned_s
+            self._costs.observe_promotion(self._tier_id, reading.nbytes, seconds)
+        chunks = list(zip(job.keys, job.slots, strict=True))
+        good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
+        lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
+        if good:
+            self._publish(good, is_piece=reading.end is not None)
+        if lost:
+            self._remove(job, lost, is_piece=reading.end is not None)
+
+    def _publish(self, chunks: Sequence[tuple[ChunkKey, int]], *, is_piece: bool) -> None:
+        keys, slots = zip(*chunks, strict=True)
+        self._counts.promoted_chunks += len(keys)
+        self._own_counts.promoted_chunks += len(keys)
+        self._counts.promoted_nbytes += self._records.nbytes(slots)
+        if is_piece:
+            self._index.complete_checkpoint(slots, success=True)
+            return
+        self._index.complete(keys, slots, success=True)
+        self._counts.promoted_tokens += len(keys) * self._chunk_tokens
+        self._neighbors.note_promoted(self._tier_id, keys)
+
+    def _remove(self, job: Job, chunks: Sequence[tuple[ChunkKey, int]], *, is_piece: bool) -> None:
+        keys, slots = zip(*chunks, strict=True)
+        quarantine = job.state is JobState.TIMED_OUT
+        if is_piece:
+            self._index.complete_checkpoint(slots, success=False, quarantine=quarantine)
+        else:
+            self._index.complete(keys, slots, success=False, quarantine=quarantine)
+            self._mark_lost(keys)
+        gone = chunks if job.copy_failed else [(job.keys[i], job.slots[i]) for i in job.missing]
+        for key, slot in gone:
+            for name in self._records.of_slot(key, slot):
+                if name in self._records.stored:
+                    self._records.forget(name)
+
+    # State.
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether a promotion in flight has taken so long that the tier probably hangs."""
+        oldest = next(iter(self._reading.values()), None)  # jobs are in the order of their planning
+        return oldest is not None and now_s - oldest.planned_s > _STALLED_S
+
+    def promotes_checkpoint(self, key: ChunkKey) -> bool:
+        """Whether a promotion is reading pieces of the checkpoint after this chunk."""
+        return any(reading.end == key for reading in self._reading.values())
+
+    def pending(self, *, pieces: bool) -> list[tuple[ChunkKey, int]]:
+        """What promotions have made PENDING, chunks or pieces, and the slots."""
+        jobs = [job for job in self._jobs.of(JobKind.PROMOTE) if (self._reading[job.job_id].end is not None) == pieces]
+        return [chunk for job in jobs for chunk in zip(job.keys, job.slots, strict=True)]
+
+
+def _protected(keys: Sequence[ChunkKey], indices: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:
+    """Chunks of a prefix that an allocation for these indices must not evict: those before and between them."""
+    first = indices[0]
+    if not is_whole:
+        return set(keys[max(0, first - 1) : end])
+    return (keys[first - 1],) if first else ()

@@ -1,0 +1,360 @@
+"""What is written to one storage tier, and what is deleted there to make room.
+
+A *cascade* writes chunks after their save has finished, or once admission accepts them. A *demotion* writes chunks that
+the host tier has evicted; a setting selects one of the two. Checkpoints are written like the chunk before their
+boundary, piece by piece, as far as the tier does not have the pieces already.
+
+A demotion reads a slot that belongs to something else already. Its bytes are still the old ones: only the jobs of a
+plan write slots, each plan has the demotions of all that was evicted since the last one, and the workers dispatch them
+before all other jobs (`JobKind`). So a demotion cannot be repeated in a later step: what has no room is dropped.
+
+A deletion is sent as a cascade without chunks, and so is the order to clear the tier.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tpu_offload.config import StorageTierConfig, StorageWriteEvent
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import Checkpoint, ChunkState
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.storage_admission import AdmissionFilter
+from tpu_offload.core.storage_jobs import ACCOUNT, TierJobs
+from tpu_offload.core.stored_records import Keys, StoredRecords
+from tpu_offload.metrics import TierStats
+from tpu_offload.types import ChunkKey, JobKind
+
+_MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
+_MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
+_MAX_DELETES = 256  # a step
+_MAX_CANDIDATES = 4096
+
+
+@final
+class StorageWrites:
+    """Plans cascades, demotions and deletions of one tier.
+
+    Args:
+      context: the scheduler's shared state.
+      tier: the settings of the tier.
+      records: the tier's.
+      jobs: likewise.
+      own_counts: likewise.
+
+    Attributes:
+      demotes: whether what is evicted is written, instead of what is saved.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        tier: StorageTierConfig,
+        *,
+        records: StoredRecords,
+        jobs: TierJobs,
+        own_counts: TierStats,
+    ) -> None:
+        self._index = context.index
+        self._counts = context.counts
+        self._own_counts = own_counts
+        self._records = records
+        self._jobs = jobs
+        self._has_checkpoints = bool(context.checkpoint_group_ids)
+        self._writes = jobs.make_breaker("cascades to")
+        self._deletions = jobs.make_breaker("deletions in")
+        self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
+        self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
+        self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
+        self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
+        self._admission = AdmissionFilter(tier.admission, records.capacity)
+        self._must_clear = self._is_clearing = False
+
+    # What may be written.
+
+    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+        """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+        self._admission.observe(keys[first:])
+        self._offer_admitted(keys)
+
+    def hit(self, keys: Sequence[ChunkKey]) -> None:
+        """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
+        self._admission.hit(keys)
+        self._offer_admitted(keys)
+
+    def offer(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes saved chunks candidates for a cascade, as far as admission accepts them."""
+        if self.demotes:
+            return
+        new = [key for key in keys if not self._records.knows(key)]
+        admitted = [key for key in new if self._admission.admits(key)]
+        self._counts.rejected_storage_chunks += len(new) - len(admitted)
+        self._candidates.update(dict.fromkeys(admitted))
+        self._limit(self._candidates)
+
+    def offer_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Makes a saved checkpoint a candidate, as far as admission accepts the chunk before it."""
+        if not self.demotes and self._admission.admits(checkpoint.key):
+            self._checkpoints[checkpoint.key] = None
+            self._limit(self._checkpoints)
+
+    def drop_candidate(self, key: ChunkKey) -> None:
+        """Another engine has stored this chunk."""
+        self._candidates.pop(key, None)
+
+    def _limit(self, candidates: Keys) -> None:
+        while len(candidates) > _MAX_CANDIDATES:
+            candidates.popitem(last=False)
+            self._counts.dropped_cascade_chunks += 1
+
+    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
+        if self.demotes or not self._admission.depends_on_uses:
+            return
+        state, admits = self._index.state, self._admission.admits
+        admitted = [key for key in keys if admits(key) and state(key) is ChunkState.READY]
+        self.offer(admitted)
+        if self._has_checkpoints:
+            for key in admitted:
+                checkpoint = self._index.checkpoint(key)
+                if checkpoint is not None and not (checkpoint.rolls or checkpoint.num_pending):
+                    self.offer_checkpoint(checkpoint)
+
+    def note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """The host tier has evicted chunks, tail first: the next plan demotes those that admission accepts."""
+        for key, slot in zip(keys, slots, strict=True):
+            if self._records.knows(key):
+                continue
+            if self._admission.admits(key):
+                self._victims[key] = slot
+            else:
+                self._counts.rejected_storage_chunks += 1
+
+    def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """The host tier is about to evict a checkpoint; likewise."""
+        if self._admission.admits(checkpoint.key):
+            for piece, slot in self._index.pieces_of(checkpoint):
+                if not all(map(self._records.knows, self._records.of_slot(piece, slot))):
+                    self._victims[piece] = slot
+
+    # Planning.
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
+        if self._must_clear:
+            return not self._is_clearing and self._deletions.admits(ACCOUNT)
+        return bool(self._candidates or self._checkpoints) and self._writes.admits(ACCOUNT)
+
+    @property
+    def must_clear(self) -> bool:
+        """Whether the tier has to be emptied before anything else."""
+        return self._must_clear
+
+    def plan(self, now_s: float) -> None:
+        """Plans the deletions and the cascade or demotion of the coming step."""
+        records = self._records
+        if self._must_clear:
+            self._counts.dropped_demotion_chunks += len(self._victims)
+            self._victims = {}  # their slots are written from this step on
+            self._plan_clear(now_s)
+            return
+        is_wanted = bool(self._candidates or self._checkpoints or self._victims)
+        if not (is_wanted or records.to_delete):
+            return
+        writes = is_wanted and self._writes.admits(ACCOUNT)
+        if writes:
+            self._evict()
+        if self._victims:  # before the deletions, which are dispatched later: none of them may delete what it writes
+            self._plan_demotion(now_s, may_write=writes)
+        # One batch at a time, which bounds how many deletions are retried after a failure.
+        if records.to_delete and not records.num_deleting and self._deletions.admits(ACCOUNT):
+            records.num_deleting = min(len(records.to_delete), _MAX_DELETES if self._deletions.closed else 1)
+            deleted = tuple([records.to_delete.popitem(last=False)[0] for _ in range(records.num_deleting)])
+            self._jobs.plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, deleted=deleted)
+        if writes:
+            self._plan_cascade(now_s)
+
+    def _plan_clear(self, now_s: float) -> None:
+        """Nothing else is planned before it has succeeded."""
+        if not self._is_clearing and self._deletions.admits(ACCOUNT):
+            self._is_clearing = True
+            self._jobs.plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, clears=True)
+
+    def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
+        """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
+        victims, self._victims = list(reversed(self._victims.items())), {}
+        batch = _Batch(self._records, max_slots=_MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
+        for key, slot in victims:
+            # Memory that is given away with this plan cannot be read any more.
+            if not self._index.has_usable(slot) or not batch.add(key, slot):
+                self._counts.dropped_demotion_chunks += 1
+        self._plan_writes(JobKind.DEMOTE, batch, now_s)
+
+    def _plan_cascade(self, now_s: float) -> None:
+        # No pins: the workers read the slots in this very step, in program order before a later step can write them.
+        batch = _Batch(self._records, max_slots=_MAX_CASCADES, room=self._room_to_write())
+        while self._candidates and not batch.is_full:
+            key, _ = self._candidates.popitem(last=False)
+            found = self._index.find((key,))
+            if not found:
+                self._counts.dropped_cascade_chunks += 1
+            elif not batch.add(key, found[0]):
+                self._candidates[key] = None
+                break
+        while self._checkpoints and not batch.is_full:
+            key = next(iter(self._checkpoints))
+            checkpoint = self._index.checkpoint(key)
+            if checkpoint is not None and not checkpoint.num_pending:
+                fitted = [batch.add(piece, slot) for piece, slot in self._index.pieces_of(checkpoint)]
+                if not all(fitted):
+                    break  # the rest of it follows
+            else:
+                self._counts.dropped_cascade_chunks += 1
+            del self._checkpoints[key]
+        if not batch.keys and (self._is_full or self._records.is_idle):
+            self._drop_candidates()
+        self._plan_writes(JobKind.CASCADE, batch, now_s)
+
+    def _plan_writes(self, kind: JobKind, batch: "_Batch", now_s: float) -> None:
+        if batch.keys:
+            for name in batch.names:
+                self._records.to_delete.pop(name, None)
+                self._records.remove(name)  # a part of a state that has lost others
+            self._records.writing.update(batch.names)
+            self._jobs.plan(kind, batch.keys, batch.slots, self._writes, now_s=now_s)
+
+    def _drop_candidates(self) -> None:
+        """No room will come for the candidates, and an idle engine must not retry forever."""
+        self._counts.dropped_cascade_chunks += len(self._candidates) + len(self._checkpoints)
+        self._candidates.clear()
+        self._checkpoints.clear()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether there is no room, and none will come."""
+        return self._records.room <= 0 and not self._records.num_deleting
+
+    def _room_to_write(self) -> int:
+        """Records that may be written now; one slot's while a probe decides whether writes are resumed."""
+        room = self._records.room_to_write
+        return room if self._writes.closed else min(room, max(1, self._records.max_per_slot))
+
+    def _evict(self) -> None:
+        """Evicts least recently used records if the tier will have too little room for what is to be written.
+
+        Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
+        """
+        records = self._records
+        num_written = min(len(self._candidates), _MAX_CASCADES)
+        if self._checkpoints:
+            num_written += self._num_missing(next(iter(self._checkpoints)))
+        if self.demotes:
+            num_written = min(_MAX_DEMOTIONS, max(1, records.capacity // 4))
+        short = num_written - records.room - len(records.to_delete) - records.num_deleting
+        self._counts.num_evicted_storage_chunks += records.evict(short)
+
+    def _num_missing(self, key: ChunkKey) -> int:
+        """Records of a checkpoint that the tier does not have, as far as one step writes them."""
+        checkpoint = self._index.checkpoint(key)
+        pieces = self._index.pieces_of(checkpoint) if checkpoint is not None else ()
+        names = [name for piece, slot in pieces for name in self._records.of_slot(piece, slot)]
+        return min(sum(not self._records.knows(name) for name in names), self._records.max_in_flight // 2)
+
+    # Ends, resets and losses.
+
+    def ended(self, job: Job, bad: set[int]) -> None:
+        """What every worker has written is stored; the rest, and what could not be deleted, is deleted again."""
+        records = self._records
+        if job.wire.clears_storage:
+            self._is_clearing = False
+            self._must_clear = job.all_failed
+            return
+        for i, (key, slot) in reversed(list(enumerate(zip(job.keys, job.slots, strict=True)))):
+            names = records.of_slot(key, slot)
+            records.writing.difference_update(names)
+            for name in reversed(names):  # the head last, so that tails are evicted first
+                if i in bad:
+                    records.forget(name)
+                else:
+                    records.add(name)
+            if i not in bad:
+                self._counts.cascaded_chunks += 1
+                self._own_counts.cascaded_chunks += 1
+                self._counts.cascaded_nbytes += records.nbytes((slot,))
+        deleted = job.wire.deleted_keys
+        records.num_deleting -= len(deleted)
+        kept = [name for i, name in enumerate(deleted, len(job.keys)) if i in bad]
+        for name in kept:
+            if not records.knows(name):
+                records.to_delete[name] = None
+        if kept:
+            self._drop_candidates()
+        if self.demotes:
+            self._evict()
+
+    def reset(self) -> None:
+        """The tier has to be cleared."""
+        self._must_clear = True
+        self._candidates.clear()
+        self._checkpoints.clear()
+
+    def forget_candidates(self) -> None:
+        """A worker has restarted: host memory is gone."""
+        self._candidates.clear()
+        self._checkpoints.clear()
+        self._victims.clear()
+
+    def delete_unknown(self, listed: Iterable[ChunkKey]) -> None:
+        """A worker has these records; those that nobody knows are deleted."""
+        records = self._records
+        if records.is_shared:
+            return
+        for name in listed:
+            if not records.knows(name):
+                records.to_delete[name] = None
+
+    def mark_slots_lost(self, first: int, end: int) -> None:
+        """Host memory is gone: what was evicted from it cannot be written."""
+        self._victims = {key: slot for key, slot in self._victims.items() if not first <= slot < end}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the tables are bounded. For tests."""
+        assert max(len(self._candidates), len(self._checkpoints)) <= _MAX_CANDIDATES
+
+
+@final
+class _Batch:
+    """What one job writes.
+
+    Args:
+      records: the tier's.
+      max_slots: most slots.
+      room: most records.
+    """
+
+    def __init__(self, records: StoredRecords, *, max_slots: int, room: int) -> None:
+        self._records = records
+        self._num_slots_left, self._room = max_slots, room
+        self.keys: list[ChunkKey] = []
+        self.slots: list[int] = []
+        self.names: list[ChunkKey] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more fits."""
+        return self._num_slots_left <= 0 or self._room <= 0
+
+    def add(self, key: ChunkKey, slot: int) -> bool:
+        """Adds what is in a slot, unless the tier has it already; False if it does not fit."""
+        names = self._records.of_slot(key, slot)
+        if self._records.has(names):
+            return True
+        if self._num_slots_left <= 0 or len(names) > self._room or any(map(self._records.writing.__contains__, names)):
+            return False
+        self._num_slots_left -= 1
+        self._room -= len(names)
+        self.keys.append(key)
+        self.slots.append(slot)
+        self.names += names
+        return True

@@ -1,0 +1,192 @@
+"""The records of one storage tier as the scheduler knows them: stored, and being written, read or deleted.
+
+A record is a chunk of full attention, a chunk of a window, or a part of a state (`piece_keys`). All are of one length,
+and the size of a tier and its bound on what is in flight count records.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tpu_offload.core.context import TierContext
+from tpu_offload.piece_keys import PieceKey, part_keys
+from tpu_offload.types import ChunkKey
+
+Keys = OrderedDict[ChunkKey, None]
+
+_NO_CHUNKS: dict[ChunkKey, ChunkKey] = {}
+
+
+@final
+class StoredRecords:
+    """The records of one tier.
+
+    Args:
+      context: the scheduler's shared state.
+      capacity: most records in the tier, those that are being written or deleted included.
+      max_in_flight: most records on their way to and from it.
+
+    Attributes:
+      stored: least recently used first.
+      writing: those that jobs in flight write.
+      promoting: those that jobs in flight read.
+      to_delete: those to be deleted, by later jobs.
+      num_deleting: those that jobs in flight delete.
+      is_shared: other engines use the tier too, so nothing is deleted.
+    """
+
+    def __init__(self, context: TierContext, *, capacity: int, max_in_flight: int) -> None:
+        self._keys = context.keys
+        self._num_windows = len(context.window_chunks)
+        self._has_states = context.has_states
+        self._has_pieces = bool(context.checkpoint_group_ids)
+        self._first_state = context.first_state_slot
+        self._num_parts = context.config.records_per_state(context.layout) if context.has_states else 0
+        state_group = context.layout.state_group
+        self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
+        self._state_nbytes = state_group.block_nbytes if state_group is not None else 0
+        self.capacity = capacity
+        self.max_in_flight = max_in_flight
+        self.stored: Keys = OrderedDict()
+        self.writing: set[ChunkKey] = set()
+        self.promoting: set[ChunkKey] = set()
+        self.to_delete: Keys = OrderedDict()
+        self.num_deleting = 0
+        self.is_shared = False
+        self._ends: dict[ChunkKey, ChunkKey] = {}  # by chunk, the stored record that only a checkpoint after it needs
+
+    # Names.
+
+    def of_slot(self, key: ChunkKey, slot: int) -> Sequence[ChunkKey]:
+        """The records of what is in a slot."""
+        return (key,) if slot < self._first_state else part_keys(PieceKey(key), self._num_parts)
+
+    def of_slots(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> Sequence[ChunkKey]:
+        """The records of what is in these slots."""
+        if not self._has_states:
+            return keys
+        return [name for key, slot in zip(keys, slots, strict=True) for name in self.of_slot(key, slot)]
+
+    def of_piece(self, piece: PieceKey, group: int) -> Sequence[ChunkKey]:
+        """The records of a piece of a checkpoint."""
+        return (piece,) if group < self._num_windows else part_keys(piece, self._num_parts)
+
+    def is_state(self, group: int) -> bool:
+        """Whether pieces of this group are states."""
+        return group >= self._num_windows
+
+    def nbytes(self, slots: Sequence[int]) -> int:
+        """Bytes of what is in these slots, over all devices."""
+        num_states = sum([slot >= self._first_state for slot in slots]) if self._has_states else 0
+        return (len(slots) - num_states) * self._chunk_nbytes + num_states * self._state_nbytes
+
+    def num_records(self, slot: int) -> int:
+        """How many records the contents of a slot have."""
+        return 1 if slot < self._first_state else self._num_parts
+
+    def belongs(self, name: ChunkKey) -> bool:
+        """Whether it is a record of this model, of after the last reset."""
+        namespace = self._keys.namespace
+        return name.endswith(namespace) or (
+            self._has_pieces and (name[:-1].endswith(namespace) or name[:-3].endswith(namespace))
+        )
+
+    def may_end_at(self) -> dict[ChunkKey, ChunkKey]:
+        """The chunks after which there may be a checkpoint in the tier. Not to be changed."""
+        return self._ends if self._has_pieces else _NO_CHUNKS
+
+    def _end_of(self, name: ChunkKey) -> ChunkKey | None:
+        """The chunk that a checkpoint follows if this record is its last piece; else None."""
+        namespace = self._keys.namespace
+        if name.endswith(namespace):
+            return None
+        if self._has_states:
+            is_first_part = name[:-3].endswith(namespace) and not any(name[-2:])
+            return ChunkKey(name[:-3]) if is_first_part else None
+        return ChunkKey(name[:-1]) if name[-1] == self._num_windows - 1 else None
+
+    # What is stored.
+
+    def knows(self, name: ChunkKey) -> bool:
+        """Whether it is stored, or being written."""
+        return name in self.stored or name in self.writing
+
+    def has(self, names: Sequence[ChunkKey]) -> bool:
+        """Whether all of these are stored."""
+        stored = self.stored
+        return all(map(stored.__contains__, names))
+
+    def add(self, name: ChunkKey) -> None:
+        """A record is stored; it counts as used last."""
+        self.stored[name] = None
+        if self._has_pieces and (end := self._end_of(name)) is not None:
+            self._ends[end] = name
+
+    def remove(self, name: ChunkKey) -> None:
+        """A record is not stored any more, or never was."""
+        if name in self.stored:
+            del self.stored[name]
+            if self._has_pieces and (end := self._end_of(name)) is not None:
+                self._ends.pop(end, None)
+
+    def forget(self, name: ChunkKey) -> None:
+        """As `remove`; every worker has to delete its shard, unless others may read it."""
+        self.remove(name)
+        if not self.is_shared:
+            self.to_delete[name] = None
+
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """Stored ones of these were used, the last one last."""
+        for name in names:
+            if name in self.stored:
+                self.stored.move_to_end(name)
+
+    def evict(self, num_records: int) -> int:
+        """Forgets so many least recently used records, fewer if the next one is being read; returns how many."""
+        num_evicted = 0
+        while num_evicted < num_records and self.stored:
+            name = next(iter(self.stored))
+            if name in self.promoting:  # those after it were used later, so most are in flight as well
+                break
+            self.forget(name)
+            num_evicted += 1
+        return num_evicted
+
+    def clear(self) -> None:
+        """Nothing is stored, and nothing has to be deleted."""
+        self.stored.clear()
+        self.to_delete.clear()
+        self._ends.clear()
+
+    @property
+    def max_per_slot(self) -> int:
+        """The most records that the contents of a slot have."""
+        return max(1, self._num_parts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight or to be deleted."""
+        return not (self.writing or self.promoting or self.to_delete or self.num_deleting)
+
+    @property
+    def room(self) -> int:
+        """Free capacity."""
+        return self.capacity - len(self.stored) - len(self.writing) - len(self.to_delete) - self.num_deleting
+
+    @property
+    def room_in_flight(self) -> int:
+        """How many more may be in flight, in either direction."""
+        return self.max_in_flight - len(self.writing) - len(self.promoting)
+
+    @property
+    def room_to_write(self) -> int:
+        """How many more may be written. At least half of what may be in flight is for reads."""
+        return min(self.max_in_flight // 2 - len(self.writing), self.room_in_flight, self.room)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the sets agree. For tests."""
+        assert self.room >= 0, "storage holds more than it may"
+        assert not self.writing & self.stored.keys()
+        assert not (self.writing | self.stored.keys()) & self.to_delete.keys(), "what is stored would be deleted"
+        assert all(self.stored.keys() >= {name} and self._end_of(name) == end for end, name in self._ends.items())
+        assert len(self._ends) == sum(self._has_pieces and self._end_of(name) is not None for name in self.stored)
