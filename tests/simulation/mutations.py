@@ -488,7 +488,12 @@ MUTATIONS = (
         "self._checked(request, scheduled, group_id, end)",
         "self._checked(request, scheduled, group_id - 1, end)",
     ),
-    Mutation("the windows of two layer groups have one name", "_name", "bytes((group,))", "bytes((0,))"),
+    Mutation(
+        "the windows of two layer groups have one name",
+        "CheckpointTable.begin",
+        "piece_key(keys[number], group)",
+        "piece_key(keys[number], 0)",
+    ),
     Mutation(
         "a load lacks the first block of a window",
         "LoadPlanner._window_ranges",
