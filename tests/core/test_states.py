@@ -489,19 +489,10 @@ def test_other_orders_of_groups_are_refused(groups) -> None:
         OffloadScheduler(OffloadConfig.create(), layout)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"storage_tier": "tests.storage.memory:Memory", "num_storage_chunks": 8},
-            "TPU_OFFLOAD_STORAGE_TIER=.*: the model has sliding windows or states, which storage does not support",
-        ),
-        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON has eviction: the model has sliding windows or states"),
-    ],
-)
-def test_settings_that_do_not_support_states_are_refused(settings, message) -> None:
+def test_saving_what_hbm_evicts_is_refused() -> None:
+    message = "TPU_OFFLOAD_SAVE_ON has eviction: the model has sliding windows or states"
     with pytest.raises(ConfigError, match=message):
-        OffloadScheduler(OffloadConfig.create(**settings), LAYOUT)
+        OffloadScheduler(OffloadConfig.create(save_on="eviction"), LAYOUT)
 
 
 def test_blocks_have_no_part_of_a_state() -> None:

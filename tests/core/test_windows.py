@@ -223,7 +223,6 @@ def test_windows_take_the_share_of_the_tier_that_requests_use() -> None:
             {"save_on": "eviction"},
             r"TPU_OFFLOAD_SAVE_ON has eviction: .* gone when HBM evicts a prefix; expected compute, preemption",
         ),
-        ({"storage_tier": "memory", "num_storage_chunks": 4}, "TPU_OFFLOAD_STORAGE_TIER=memory: .*; unset it"),
     ],
 )
 def test_settings_without_window_groups_are_refused(settings, message) -> None:

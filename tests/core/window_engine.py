@@ -45,12 +45,14 @@ class WindowRequest:
     retained: list[int] = dataclasses.field(default_factory=list)
 
 
-def window_layout(windows: tuple[int, ...], layout: KVLayout = LAYOUT, *, has_states: bool = False) -> KVLayout:
+def window_layout(
+    windows: tuple[int, ...], layout: KVLayout = LAYOUT, *, has_states: bool = False, state_size: int = 4
+) -> KVLayout:
     """A layout of one group with groups of sliding windows that share its arrays, and one of states."""
     first = layout.groups[0]
     groups = [LayerGroup(LayerGroupKind.SLIDING_WINDOW, first.page_groups, window) for window in windows]
     if has_states:
-        pages = [PageGroup((2, 4), (3, 8), "bfloat16"), PageGroup((3, 5), (2, 4, 4), "float32")]
+        pages = [PageGroup((2, 4), (3, 8), "bfloat16"), PageGroup((3, 5), (2, 4, state_size), "float32")]
         groups.append(LayerGroup(LayerGroupKind.STATE, tuple(pages)))
     return dataclasses.replace(layout, groups=(first, *groups), null_block=NULL)
 

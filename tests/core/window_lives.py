@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker
 from tests.core.window_engine import WindowEngine
+from tpu_offload import KVLayout
 
 
 class RandomLife:
@@ -36,6 +37,7 @@ class RandomLife:
             num_rows=rng.randint(6, 40) if self.has_states else 0,
             workers=workers,
             seed=seed,
+            layout=self.make_layout(windows),
             save_path=path,
             load_path=path,
             blocks_per_chunk=self.blocks_per_chunk,
@@ -50,6 +52,10 @@ class RandomLife:
         self.fault_rate = rng.choice([0.0, 0.2])
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
         self.num_requests = self.num_loaded = self.num_checked = 0
+
+    def make_layout(self, windows: tuple[int, ...]) -> KVLayout | None:
+        """Another layout than that of the engine."""
+        return None
 
     def prompt(self) -> list[int]:
         prompt: list[int] = []

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 from tests.core.fakes import FakeWorker
-from tests.core.window_engine import WindowEngine
+from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
 from tests.storage.fakes import StorageWorker
 from tests.storage.memory_tier import NAME
-from tpu_offload import MatchState, OffloadStats
+from tpu_offload import KVLayout, MatchState, OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey
 
 _WAIT_S = 3.0
@@ -45,12 +45,13 @@ class CheckpointLife(RandomLife):
     def __init__(self, seed: int, **settings: Any) -> None:
         rng = random.Random(-1 - seed)
         num = rng.choice([1, 1, 2])
+        self.state_size = rng.choice([4, 12, 20])
         defaults: dict[str, Any] = {
             "storage_tier": (NAME,) * num,
-            "num_storage_chunks": tuple(rng.choices([4, 20, 100], k=num)),
+            "num_storage_chunks": tuple(rng.choices([6, 30, 30, 100, 100], k=num)),
             "storage_write_on": rng.choices(["save", "eviction"], k=num),
-            "storage_admission": rng.choices(["all", "all", "second_sighting", "after_hit"], k=num),
-            "max_storage_gb_in_flight": rng.choices([1e-9, 64 * 512 / 2**30], k=num),
+            "storage_admission": rng.choices(["all", "all", "all", "all", "second_sighting", "after_hit"], k=num),
+            "max_storage_gb_in_flight": rng.choices([1e-9, *[64 * 512 / 2**30] * 4], k=num),
             "breaker_failures": rng.choice([0, 3]),
             "save_wait_s": _WAIT_S,
             "storage_wait_s": _WAIT_S,
@@ -59,6 +60,10 @@ class CheckpointLife(RandomLife):
         attach(self.engine)
         self.waiting: dict[str, tuple[list[int], list[int], float]] = {}
         self.num_promoted = 0
+
+    def make_layout(self, windows: tuple[int, ...]) -> KVLayout | None:
+        """With states of one record or several."""
+        return window_layout(windows, has_states=True, state_size=self.state_size) if self.has_states else None
 
     def arrive(self) -> None:
         engine, rng = self.engine, self.rng

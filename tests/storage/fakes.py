@@ -51,7 +51,9 @@ class StorageWorker(FakeWorker):
         results = super().begin_step(plan)
         self.in_flight += [(job, []) for job in plan.of(JobKind.LOOKUP, JobKind.PROMOTE)]
         for job in plan.of(JobKind.PROMOTE):
-            self.host.update(dict.fromkeys([place for _, slot in job.chunks for place in self.slot_places(slot)], POISON))
+            self.host.update(
+                dict.fromkeys([place for _, slot in job.chunks for place in self.slot_places(slot)], POISON)
+            )
         self._spoil(plan, JobKind.EARLY_SAVE)
         return results
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulation.mutations import Mutation, apply
 from tests.storage import hard_lives
+from tests.storage.checkpoint_lives import CheckpointLife
 from tests.storage.lives import live, live_shared
 
 _NUM_SEEDS = 60
@@ -15,31 +16,31 @@ _NUM_SEEDS = 60
 MUTATIONS = (
     Mutation(
         "demotions are dispatched after the saves of their step",
-        "StoragePlanner._plan_demotion",
+        "StorageWrites._plan_demotion",
         "JobKind.DEMOTE",
         "JobKind.CASCADE",
     ),
     Mutation(
         "the evicted are demoted in every later step",
-        "StoragePlanner._plan_demotion",
+        "StorageWrites._plan_demotion",
         "victims, self._victims = _1, {}",
         "victims = _1",
     ),
     Mutation(
         "demotions ignore the room in storage",
-        "StoragePlanner._plan_demotion",
-        "[_1 for _2 in victims if _3][: max(0, room)]",
-        "[_1 for _2 in victims if _3]",
+        "StorageWrites._plan_demotion",
+        "self._room_to_write() if may_write else 0",
+        "9999",
     ),
     Mutation(
         "what is demoted is deleted after it",
-        "StoragePlanner._plan_demotion",
-        "self._to_delete.pop(key, None)",
+        "StorageWrites._plan_writes",
+        "self._records.to_delete.pop(name, None)",
         "pass",
     ),
-    Mutation("a reset keeps what is to be demoted", "StoragePlanner.plan", "self._victims = {}", "pass"),
-    Mutation("all that is evicted is admitted", "StoragePlanner.note_evicted", "self._admission.admits(key)", "True"),
-    Mutation("all that is saved is admitted", "StoragePlanner.offer", "self._admission.admits(key)", "True"),
+    Mutation("a reset keeps what is to be demoted", "StorageWrites.plan", "self._victims = {}", "pass"),
+    Mutation("all that is evicted is admitted", "StorageWrites.note_evicted", "self._admission.admits(key)", "True"),
+    Mutation("all that is saved is admitted", "StorageWrites.offer", "self._admission.admits(key)", "True"),
     Mutation("one sighting is enough", "AdmissionFilter.__init__", "2 if _ else 1", "1"),
     Mutation("sightings count as hits", "AdmissionFilter.observe", "self._counts_sightings", "True"),
     Mutation(
@@ -49,36 +50,36 @@ MUTATIONS = (
         "True",
     ),
     Mutation(
-        "a request waits for storage for ever", "StoragePlanner.wait_s", "return request.storage_wait_s", "return 1e9"
+        "a request waits for storage for ever", "StorageReads.wait_s", "return request.storage_wait_s", "return 1e9"
     ),
     Mutation("a forced recompute loads", "LoadCosts._prefers", "return self._mode is LoadMode.LOAD", "return True"),
     Mutation(
         "a promotion that failed is published",
-        "StoragePlanner._end_promotion",
+        "StorageReads.ended",
         "[chunk for i, chunk in enumerate(chunks) if i not in bad]",
         "chunks",
     ),
     Mutation(
         "a write that failed counts as stored",
-        "StoragePlanner._end_cascade",
-        "self._forget(key)",
-        "self._stored[key] = None",
+        "StorageWrites.ended",
+        "records.forget(name)",
+        "records.add(name)",
     ),
-    Mutation("all jobs go to the nearest tier", "StoragePlanner._plan", "self.tier_id", "0"),
-    Mutation("a tier takes the jobs of all for its own", "StoragePlanner._own_jobs", "_1 == self.tier_id", "True"),
+    Mutation("all jobs go to the nearest tier", "TierJobs.plan", "self._tier_id", "0"),
+    Mutation("a tier takes the jobs of all for its own", "TierJobs.of", "_1 == self._tier_id", "True"),
     Mutation("all jobs end in the nearest tier", "TierStack._ended", "self._tiers[_1]", "self._tiers[0]"),
     Mutation("a reset clears the nearest tier alone", "TierStack.reset", "self._tiers", "self._tiers[:1]"),
     Mutation(
         "promotions of each tier take half of the host tier",
-        "StoragePlanner._promotion_room",
-        "self._max_promoting",
+        "StorageReads._max_slots",
+        "self._index.num_slots // (2 * self._num_tiers)",
         "self._index.num_slots // 2",
     ),
     Mutation(
         "chunks that are being read take no memory",
-        "StoragePlanner._promotion_room",
-        "in_flight = _1",
-        "in_flight = self._max_in_flight - len(self._writing)",
+        "StoredRecords.room_in_flight",
+        "self.max_in_flight - len(self.writing) - len(self.promoting)",
+        "self.max_in_flight - len(self.writing)",
     ),
 )
 
@@ -123,23 +124,49 @@ SHARED_MUTATIONS = (
         "self._num_keys -= len(self._asked.pop(prefix[0]))",
         "self._asked.pop(prefix[0])",
     ),
-    Mutation("what others have stored is deleted", "StoragePlanner._forget", "not self._is_shared", "True"),
-    Mutation("what is found exceeds the capacity", "StoragePlanner._add_found", "new[: max(0, self._room())]", "new"),
+    Mutation("what others have stored is deleted", "StoredRecords.forget", "not self.is_shared", "True"),
+    Mutation("what is found exceeds the capacity", "StoragePlanner._add_found", "new[: max(0, records.room)]", "new"),
 )
 
 
 # Only lives with restarts, late reports and partial failures have these.
 HARD_MUTATIONS = (
-    Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "self._forget(key)", "pass"),
+    Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "records.forget(name)", "pass"),
     Mutation("what nobody knows stays in storage", "StoragePlanner.adopt", "self._delete_unknown(listed)", "pass"),
-    Mutation(
-        "a deletion that failed in part is over", "StoragePlanner._end_cascade", "self._to_delete[_] = None", "pass"
-    ),
+    Mutation("a deletion that failed in part is over", "StorageWrites.ended", "records.to_delete[_] = None", "pass"),
     Mutation(
         "what a killed worker was writing goes on",
         "ReportHandler._handle_restart",
         "self._adopt_stored(report)",
         "pass",
+    ),
+)
+
+
+CHECKPOINT_MUTATIONS = (
+    Mutation(
+        "a piece that could not be read is published",
+        "StorageReads._remove",
+        "self._index.complete_checkpoint(_1, success=False, quarantine=_2)",
+        "self._index.complete_checkpoint(_1, success=True)",
+    ),
+    Mutation(
+        "a request waits for its target for ever",
+        "TierStack.target_wait_s",
+        "return request.storage_wait_s or 0.0",
+        "return 1e9",
+    ),
+    Mutation(
+        "a checkpoint that is evicted is written from the slots of another",
+        "StorageWrites.note_evicted_checkpoint",
+        "self._victims[piece] = slot",
+        "self._victims[piece] = 0",
+    ),
+    Mutation(
+        "a state counts as one record in flight",
+        "StorageWrites._plan_writes",
+        "self._records.writing.update(batch.names)",
+        "self._records.writing.update(batch.keys)",
     ),
 )
 
@@ -168,6 +195,11 @@ def test_a_bug_in_look_ups_is_found(mutation, monkeypatch):
 @pytest.mark.parametrize("mutation", HARD_MUTATIONS, ids=lambda m: m.name)
 def test_a_bug_is_found_under_more_faults(mutation, monkeypatch):
     _find(mutation, hard_lives.live, monkeypatch)
+
+
+@pytest.mark.parametrize("mutation", CHECKPOINT_MUTATIONS, ids=lambda m: m.name)
+def test_a_bug_in_checkpoints_is_found(mutation, monkeypatch):
+    _find(mutation, lambda seed: CheckpointLife(seed).run(100), monkeypatch)
 
 
 def _find(mutation: Mutation, one: Callable[[int], object], monkeypatch: pytest.MonkeyPatch) -> None:

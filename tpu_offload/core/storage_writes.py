@@ -338,7 +338,7 @@ class _Batch:
         self._num_slots_left, self._room = max_slots, room
         self.keys: list[ChunkKey] = []
         self.slots: list[int] = []
-        self.names: list[ChunkKey] = []
+        self.names: Keys = OrderedDict()
 
     @property
     def is_full(self) -> bool:
@@ -348,7 +348,7 @@ class _Batch:
     def add(self, key: ChunkKey, slot: int) -> bool:
         """Adds what is in a slot, unless the tier has it already; False if it does not fit."""
         names = self._records.of_slot(key, slot)
-        if self._records.has(names):
+        if names[0] in self.names or self._records.has(names):  # checkpoints share pieces
             return True
         if self._num_slots_left <= 0 or len(names) > self._room or any(map(self._records.writing.__contains__, names)):
             return False
@@ -356,5 +356,5 @@ class _Batch:
         self._room -= len(names)
         self.keys.append(key)
         self.slots.append(slot)
-        self.names += names
+        self.names.update(dict.fromkeys(names))
         return True

@@ -1,0 +1,319 @@
+"""Sliding windows and states in storage: which records are written and read, and what requests get of them."""
+
+from typing import Any
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE
+from tests.core.window_engine import WindowEngine, window_layout
+from tests.storage.checkpoint_lives import CheckpointLife, CheckpointWorker, attach
+from tests.storage.memory_tier import NAME
+from tpu_offload import Match, MatchState, OffloadConfig, OffloadScheduler
+from tpu_offload.types import BlockHash, ChunkKey, JobKind
+
+A, B = (list(range(first, first + 6 * BLOCK_SIZE + 2)) for first in (1000, 2000))
+
+
+def make(
+    *, num_rows: int = 0, num_host_chunks: int = 18, workers: list[Any] | None = None, **settings: Any
+) -> WindowEngine:
+    """A small host tier above storage of 200 records."""
+    states = 3 if num_rows else 0
+    workers = workers or [CheckpointWorker(num_host_chunks=num_host_chunks, num_host_states=states, staged=False)]
+    defaults: dict[str, Any] = {
+        "storage_tier": NAME,
+        "num_storage_chunks": 200,
+        "num_cpu_chunks": num_host_chunks,
+        "save_path": "direct",
+        "load_path": "direct",
+    }
+    windows = () if num_rows else (9, 5)
+    layout = window_layout(windows, has_states=num_rows > 0, state_size=20)
+    engine = WindowEngine(windows, num_rows=num_rows, workers=workers, layout=layout, **(defaults | settings))
+    attach(engine)
+    return engine
+
+
+@pytest.fixture(params=[0, 40], ids=["windows", "states"])
+def num_rows(request):
+    return request.param
+
+
+def hashes(engine: WindowEngine, tokens: list[int]) -> list[BlockHash]:
+    found: list[BlockHash] = []
+    engine.hasher.extend(found, tokens)
+    return found
+
+
+def match(engine: WindowEngine, name: str, tokens: list[int]) -> Match:
+    found = engine.scheduler.match(name, hashes(engine, tokens), num_tokens=len(tokens), num_computed_tokens=0)
+    engine.scheduler.release(name)
+    engine.scheduler.check_invariants()
+    return found
+
+
+def rest(engine: WindowEngine) -> list[Any]:
+    """Steps until an idle engine has nothing to do; returns the plans."""
+    plans = []
+    while engine.scheduler.has_jobs or any(worker.in_flight for worker in engine.workers):
+        plan, results = engine.step()
+        plans.append(plan)
+        for worker, early in zip(engine.workers, results, strict=True):
+            engine.apply(worker, early + worker.finish())
+        engine.scheduler.check_invariants()
+        assert len(plans) < 200, "an idle engine never comes to rest"
+    return plans
+
+
+def serve(engine: WindowEngine, name: str, tokens: list[int]) -> int:
+    loaded = engine.serve(name, tokens)
+    rest(engine)
+    return loaded
+
+
+def push_out(engine: WindowEngine) -> None:
+    """Other prompts take the host tier."""
+    for i in range(12):
+        serve(engine, f"other {i}", list(range(10_000 + 1000 * i, 10_000 + 1000 * i + 6 * BLOCK_SIZE)))
+
+
+def wait(engine: WindowEngine, name: str, tokens: list[int]) -> tuple[Match, list[Any]]:
+    """Matches until storage has nothing more to read."""
+    plans: list[Any] = []
+    found = match(engine, name, tokens)
+    while found.state is MatchState.ARRIVING:
+        assert len(plans) < 20
+        plan, results = engine.step()
+        plans.append(plan)
+        for worker, early in zip(engine.workers, results, strict=True):
+            engine.apply(worker, early + worker.finish())
+        found = match(engine, name, tokens)
+    return found, plans
+
+
+def away(**settings: Any) -> WindowEngine:
+    """Prompt A is in storage, and not in the host tier."""
+    engine = make(**settings)
+    serve(engine, "a", A)
+    push_out(engine)
+    return engine
+
+
+@pytest.mark.parametrize("write_on", ["save", "eviction"])
+def test_what_the_host_tier_has_lost_comes_from_storage(num_rows, write_on):
+    engine = away(num_rows=num_rows, storage_write_on=write_on)
+    before = engine.scheduler.stats().promoted_chunks
+    found, _ = wait(engine, "again", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    assert engine.scheduler.stats().promoted_chunks > before + 6, "chunks of full attention, and pieces"
+    assert serve(engine, "again", A) == 6 * BLOCK_SIZE
+
+
+def test_chunks_without_a_checkpoint_are_not_read(num_rows):
+    engine = away(num_rows=num_rows)
+    records = engine.scheduler._storage.tiers[0].records
+    for end, name in list(records.may_end_at().items()):
+        if end == hashes(engine, A)[5] + engine.scheduler._context.keys.namespace:
+            records.forget(name)
+    before = engine.scheduler.stats().promoted_chunks
+    found, plans = wait(engine, "again", A)
+    assert (found.state, plans) == (MatchState.MISS, [])
+    assert found.junction_tokens == 6 * BLOCK_SIZE, "it saves the checkpoint that is missing"
+    assert engine.scheduler.stats().promoted_chunks == before
+
+
+def test_a_checkpoint_behind_chunks_of_the_host_tier_is_read_alone(num_rows):
+    engine = make(num_rows=num_rows, num_host_chunks=60)
+    serve(engine, "a", A)
+    index = engine.scheduler._index
+    key = hashes(engine, A)[5] + engine.scheduler._context.keys.namespace
+    checkpoint = index.checkpoint(key)
+    assert checkpoint is not None
+    index._checkpoints.drop(checkpoint)
+    found, plans = wait(engine, "again", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    (job,) = [job for plan in plans for job in plan.of(JobKind.PROMOTE)]
+    assert len(job.chunks) == (1 if num_rows else 3), "a state; or two window chunks and one"
+    assert all(name not in index for name, _ in job.chunks)
+
+
+def test_a_restarted_engine_finds_checkpoints(num_rows):
+    engine = away(num_rows=num_rows)
+    (worker,) = engine.workers
+    other = make(num_rows=num_rows)
+    other.workers[0].storages[0].update(worker.storages[0])
+    planner = other.scheduler._storage.tiers[0]
+    planner.adopt(0, list(worker.storages[0]))
+    assert set(planner.stored_keys()) == set(worker.storages[0])
+    found, _ = wait(other, "a", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    assert serve(other, "a", A) == 6 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("fault", ["fails", "is missing"])
+def test_a_piece_that_cannot_be_read_is_computed(num_rows, fault):
+    engine = away(num_rows=num_rows)
+    (worker,) = engine.workers
+    records = engine.scheduler._storage.tiers[0].records
+    (name,) = [
+        name
+        for end, name in records.may_end_at().items()
+        if end == hashes(engine, A)[5] + engine.scheduler._context.keys.namespace
+    ]
+    found = match(engine, "again", A)
+    while found.state is MatchState.ARRIVING:
+        _, results = engine.step()
+        is_piece = any(name.startswith(key) for job in worker.of_kind(JobKind.PROMOTE) for key, _ in job.chunks)
+        engine.apply(worker, results[0] + worker.finish(fail=is_piece))
+        found = match(engine, "again", A)
+        if is_piece:
+            break
+    assert found.state is MatchState.MISS
+    assert name not in records.stored
+    rest(engine)
+    assert serve(engine, "again", A) == 0
+    assert serve(engine, "and again", A) == 6 * BLOCK_SIZE
+    assert name in records.stored, "it was written again"
+
+
+def end_key(engine: WindowEngine, tokens: list[int], num_chunks: int) -> ChunkKey:
+    return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + engine.scheduler._context.keys.namespace)
+
+
+def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):
+    engine = away(num_rows=num_rows)
+    engine.scheduler._storage.tiers[0].records.forget(end_key(engine, A, 3))
+    before = engine.scheduler.stats().promoted_chunks
+    found, _ = wait(engine, "again", A)
+    assert found.state is MatchState.MISS
+    assert engine.scheduler.stats().promoted_chunks == before, "what no checkpoint follows is not read"
+    assert found.junction_tokens == 2 * BLOCK_SIZE, "so far storage has it"
+
+
+def test_a_state_without_one_of_its_records_is_none():
+    engine = away(num_rows=40)
+    records = engine.scheduler._storage.tiers[0].records
+    first = records.may_end_at()[end_key(engine, A, 6)]
+    records.forget(ChunkKey(first[:-1] + b"\1"))
+    assert wait(engine, "again", A)[0].state is MatchState.MISS
+    serve(engine, "again", A)
+    assert len([name for name in records.stored if name.startswith(first[:-2])]) == engine.workers[0].num_parts
+
+
+def test_pieces_are_read_after_all_chunks_before_them(num_rows):
+    """Three records may be in flight, so the chunks take two reads."""
+    nbytes = make(num_rows=num_rows).layout.block_nbytes
+    engine = away(num_rows=num_rows, max_storage_gb_in_flight=6 * nbytes / 2**30)
+    found = match(engine, "again", A)
+    kinds = []
+    while found.state is MatchState.ARRIVING:
+        plan, results = engine.step()
+        index = engine.scheduler._index
+        for job in plan.of(JobKind.PROMOTE):
+            kinds.append([key in index for key, _ in job.chunks])
+            if not all(kinds[-1]):
+                assert all(index.state(end_key(engine, A, i + 1)) is not None for i in range(6))
+        engine.apply(engine.workers[0], results[0] + engine.workers[0].finish())
+        found = match(engine, "again", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    assert all(len(set(kind)) == 1 for kind in kinds), "chunks or pieces"
+
+
+def test_what_two_checkpoints_share_is_written_once():
+    engine = make(num_host_chunks=60)
+    request = engine.add("a", A)
+    assert request is not None
+    request.retained = [4 * BLOCK_SIZE, 5 * BLOCK_SIZE]
+    engine.step({"a": 6 * BLOCK_SIZE})
+    writes = [job for plan in rest(engine) for job in plan.of(JobKind.CASCADE)]
+    keys = [key for job in writes for key, _ in job.chunks]
+    assert len(keys) == len(set(keys)) > 6
+    assert {end_key(engine, A, n) for n in (4, 5, 6)} <= engine.scheduler._storage.tiers[0].records.may_end_at().keys()
+
+
+def test_a_checkpoint_that_is_soon_superseded_is_not_written(num_rows):
+    """Only the last one of a request that generates is, when it ends."""
+    engine = make(num_rows=num_rows, num_host_chunks=60, decode_save=True)
+    request = engine.add("a", A)
+    assert request is not None
+    engine.step({"a": 6 * BLOCK_SIZE})
+    engine.settle()
+    engine.step({"a": 2})
+    for i in range(4 * BLOCK_SIZE):
+        engine.settle()
+        assert engine.generate(request, i)
+        engine.step({"a": 1})
+    rest(engine)
+    ends = engine.scheduler._storage.tiers[0].records.may_end_at()
+    num_before = len(ends)
+    engine.remove("a")
+    rest(engine)
+    assert len(ends) > num_before
+    last = request.hashes[request.num_computed // BLOCK_SIZE - 1] + engine.scheduler._context.keys.namespace
+    assert last in ends
+
+
+def test_chunks_and_pieces_may_be_in_different_tiers(num_rows):
+    engine = make(num_rows=num_rows, num_host_chunks=18, storage_tier=(NAME, NAME), num_storage_chunks=(200, 200))
+    serve(engine, "a", A)
+    push_out(engine)
+    near, far = engine.scheduler._storage.tiers
+    namespace = engine.scheduler._context.keys.namespace
+    for name in list(near.records.stored):
+        if name.endswith(namespace):
+            near.records.forget(name)
+    for name in list(far.records.stored):
+        if not name.endswith(namespace):
+            far.records.forget(name)
+    rest(engine)
+    found, plans = wait(engine, "again", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    assert {job.tier_id for plan in plans for job in plan.of(JobKind.PROMOTE)} == {0, 1}
+    assert serve(engine, "again", A) == 6 * BLOCK_SIZE
+
+
+def test_a_reset_clears_checkpoints_too(num_rows):
+    engine = away(num_rows=num_rows)
+    engine.scheduler.reset()
+    rest(engine)
+    records = engine.scheduler._storage.tiers[0].records
+    assert not (records.stored or records.may_end_at() or engine.workers[0].storages[0])
+    assert wait(engine, "again", A)[0].state is MatchState.MISS
+
+
+def test_a_tier_that_is_too_small_for_a_state_comes_to_rest():
+    engine = make(num_rows=40, num_storage_chunks=1)
+    assert engine.workers[0].num_parts > 1
+    serve(engine, "a", A)
+    serve(engine, "b", B)
+    assert not engine.scheduler._storage.tiers[0].records.may_end_at()
+
+
+def test_a_state_has_as_many_records_as_it_needs():
+    engine = make(num_rows=40)
+    layout, config = engine.layout, engine.scheduler._config
+    assert layout.state_group is not None
+    assert config.records_per_state(layout) == -(-layout.state_group.block_nbytes // layout.block_nbytes)
+    serve(engine, "a", A)
+    records = engine.scheduler._storage.tiers[0].records
+    namespace = engine.scheduler._context.keys.namespace
+    parts = [name for name in records.stored if not name.endswith(namespace)]
+    assert len(parts) == config.records_per_state(layout) * len(records.may_end_at()) > 0
+
+
+def test_settings_with_windows_and_storage_are_accepted():
+    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=8, num_cpu_chunks=8)
+    OffloadScheduler(config, make().layout)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_lives(seed):
+    CheckpointLife(seed).run(100)
+
+
+def test_random_lives_read_checkpoints():
+    lives = [CheckpointLife(seed) for seed in range(60, 80)]
+    for life in lives:
+        life.run(100)
+    assert sum(life.num_promoted for life in lives) > 30
+    assert sum(life.num_loaded for life in lives) > 100
