@@ -6,10 +6,10 @@ python -m tests.storage.checkpoint_lives --seeds 10000
 import random
 from typing import Any
 
-from tests.core.fakes import FakeWorker
+from tests.core.fakes import POISON, FakeWorker
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
-from tests.storage.fakes import StorageWorker
+from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey
@@ -25,6 +25,10 @@ class CheckpointWorker(StorageWorker):
     ) -> None:
         super().__init__(worker_id, num_host_chunks=num_host_chunks)
         self.num_host_states, self.staged = num_host_states, staged
+
+
+class SharedCheckpointWorker(CheckpointWorker, SharedWorker):
+    """Its storage is shared."""
 
 
 def attach(engine: WindowEngine) -> None:
@@ -123,6 +127,46 @@ class CheckpointLife(RandomLife):
             self.engine.scheduler.finish(name)
         stats: OffloadStats = self.engine.scheduler.stats()
         self.num_promoted = stats.promoted_chunks
+
+
+class SharedCheckpointLife(CheckpointLife):
+    """The server evicts records, one by one, and other engines store them again."""
+
+    worker_type = SharedCheckpointWorker
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, storage_tier=(NAME,), num_storage_chunks=(100,), storage_write_on="save",
+                         storage_admission="all", max_storage_gb_in_flight=1e-3, storage_lookup_wait_s=1.0)  # fmt: skip
+        self.evicted: dict[ChunkKey, bytes] = {}
+        for worker in self.engine.workers:
+            self.engine.scheduler._storage.tiers[0].adopt(worker.worker_id, (), is_shared=True)
+
+    def step(self) -> None:
+        rng = self.rng
+        for _ in range(rng.choice([0, 0, 1, 8])):
+            stored = sorted(self.engine.workers[0].storage)  # type: ignore[attr-defined]
+            name = rng.choice(stored) if stored else None
+            for worker in self.engine.workers:
+                assert isinstance(worker, SharedCheckpointWorker)
+                content = worker.storage.pop(name, None) if name is not None else None
+                if content is not None and name is not None and POISON not in content:
+                    self.evicted[name] = content
+        if self.evicted and rng.random() < 0.3:
+            for name, content in self.evicted.items():
+                for worker in self.engine.workers:
+                    assert isinstance(worker, SharedCheckpointWorker)
+                    worker.storage[name] = content
+            self.evicted.clear()
+        super().step()
+
+    def check_storage(self) -> None:
+        """What counts as stored may be gone; what is there is right."""
+        for worker in self.engine.workers:
+            assert isinstance(worker, SharedCheckpointWorker)
+            namespace = self.engine.scheduler._context.keys.namespace
+            for name, content in worker.storage.items():
+                if namespace in name and POISON not in content:
+                    self.check_record(name, content)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class SharedWorker(StorageWorker):
 
     def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
         is_read = job.kind is JobKind.PROMOTE
-        gone = tuple([i for i, (key, _) in enumerate(job.chunks) if self.storage.get(key, POISON) == POISON])
+        gone = tuple([i for i, chunk in enumerate(job.chunks) if not self._has_all(*chunk)])
         if fail or not is_read or not gone:
             result = super()._end(job, content, fail=fail, failed_blocks=failed_blocks)
             for prefix, num_found in zip(job.prefixes, result.num_found, strict=False):
@@ -156,6 +156,9 @@ class SharedWorker(StorageWorker):
         self.num_missed.update([job.chunks[i][0] for i in gone])
         self._move(job, content, set(gone), fail=True)
         return JobResult(job_id=job.job_id, state=JobState.FINISHED, missing_chunks=gone)
+
+    def _has_all(self, key: ChunkKey, slot: int) -> bool:
+        return not any(POISON in self.storage.get(name, POISON) for name in self.records(key, slot))
 
 
 def num_leading(stored: Container[ChunkKey], keys: Iterable[ChunkKey]) -> int:

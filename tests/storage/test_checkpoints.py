@@ -6,7 +6,13 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.core.window_engine import WindowEngine, window_layout
-from tests.storage.checkpoint_lives import CheckpointLife, CheckpointWorker, attach
+from tests.storage.checkpoint_lives import (
+    CheckpointLife,
+    CheckpointWorker,
+    SharedCheckpointLife,
+    SharedCheckpointWorker,
+    attach,
+)
 from tests.storage.memory_tier import NAME
 from tpu_offload import Match, MatchState, OffloadConfig, OffloadScheduler
 from tpu_offload.types import BlockHash, ChunkKey, JobKind
@@ -311,9 +317,81 @@ def test_random_lives(seed):
     CheckpointLife(seed).run(100)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives_with_a_shared_tier(seed):
+    SharedCheckpointLife(seed).run(100)
+
+
 def test_random_lives_read_checkpoints():
     lives = [CheckpointLife(seed) for seed in range(60, 80)]
     for life in lives:
         life.run(100)
     assert sum(life.num_promoted for life in lives) > 30
     assert sum(life.num_loaded for life in lives) > 100
+
+
+# Shared tiers.
+
+
+def make_shared(num_rows: int) -> WindowEngine:
+    worker = SharedCheckpointWorker(num_host_chunks=18, num_host_states=3 if num_rows else 0, staged=False)
+    return share(make(num_rows=num_rows, workers=[worker]))
+
+
+def share(engine: WindowEngine) -> WindowEngine:
+    for worker in engine.workers:
+        engine.scheduler._storage.tiers[0].adopt(worker.worker_id, (), is_shared=True)
+    return engine
+
+
+def test_an_engine_finds_the_checkpoints_of_another(num_rows):
+    first = away(num_rows=num_rows)
+    other = share(make(num_rows=num_rows))
+    other.workers[0].storages[0] = first.workers[0].storages[0]
+    found, plans = wait(other, "a", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    lookups = [job for plan in plans for job in plan.of(JobKind.LOOKUP)]
+    assert len(lookups) == 2, "first for the chunks, then for the pieces"
+    assert serve(other, "a", A) == 6 * BLOCK_SIZE
+
+
+def test_an_engine_finds_the_checkpoint_of_a_shared_prefix(num_rows):
+    """It is not at the end of its own prompt."""
+    first = make(num_rows=num_rows)
+    serve(first, "a", A[: 3 * BLOCK_SIZE + 1])
+    other = share(make(num_rows=num_rows))
+    other.workers[0].storages[0] = first.workers[0].storages[0]
+    tokens = A[: 3 * BLOCK_SIZE] + B
+    found, _ = wait(other, "b", tokens)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 3 * BLOCK_SIZE)
+    assert serve(other, "b", tokens) == 3 * BLOCK_SIZE
+
+
+def test_checkpoints_that_nobody_has_are_asked_for_once(num_rows):
+    first = away(num_rows=num_rows)
+    namespace = first.scheduler._context.keys.namespace
+    chunks = {name: content for name, content in first.workers[0].storages[0].items() if name.endswith(namespace)}
+    other = share(make(num_rows=num_rows))
+    other.workers[0].storages[0].update(chunks)
+    found, plans = wait(other, "a", A)
+    assert found.state is MatchState.MISS
+    assert [len(plan.of(JobKind.LOOKUP)) for plan in plans] == [1, 1]
+    assert found.junction_tokens == 6 * BLOCK_SIZE
+    assert wait(other, "a", A)[1] == [], "not again"
+    assert not any(plan.of(JobKind.PROMOTE) for plan in plans)
+
+
+def test_a_piece_that_a_server_has_evicted_is_missing(num_rows):
+    first = away(num_rows=num_rows)
+    other = make_shared(num_rows)
+    other.workers[0].storages[0] = first.workers[0].storages[0]
+    found = match(other, "a", A)
+    records = other.scheduler._storage.tiers[0].records
+    while found.state is MatchState.ARRIVING and not records.may_end_at():
+        _, results = other.step()
+        other.apply(other.workers[0], results[0] + other.workers[0].finish())
+        found = match(other, "a", A)
+    for name in records.may_end_at().values():
+        other.workers[0].storages[0].pop(name, None)
+    assert wait(other, "a", A)[0].state is MatchState.MISS
+    assert other.scheduler.stats().num_failed_jobs == 0

@@ -16,6 +16,7 @@ from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.types import ChunkKey
 
 _SCANNED_AT_ONCE = 512  # boundaries
+_MAX_ASKED = 16  # boundaries; a prefix that was stored mostly ends with a checkpoint
 _USABLE = (ChunkState.PENDING, ChunkState.READY)
 
 
@@ -74,6 +75,22 @@ class CheckpointPromotions:
             if tier.records.has(tier.records.of_piece(piece.key, piece.group)):
                 return tier
         return None
+
+    def unknown_records(
+        self, keys: Sequence[ChunkKey], first: int, end: int, tier: StoragePlanner
+    ) -> list[list[ChunkKey]]:
+        """For each of the last boundaries after `first` chunks and up to `end`, the records that no tier has.
+
+        The last boundary first; none for those whose checkpoint is in the host tier.
+        """
+        unknown: list[list[ChunkKey]] = []
+        for boundary in range(end, max(first, end - _MAX_ASKED), -1):
+            if self._index.checkpoint(keys[boundary - 1]) is None:
+                missing = [p for p in self._index.missing_pieces(keys, boundary) if self._source(p) is None]
+                names = [name for piece in missing for name in tier.records.of_piece(piece.key, piece.group)]
+                if names:
+                    unknown.append(names)
+        return unknown
 
     def read_s(self, keys: Sequence[ChunkKey], boundary: int) -> float | None:
         """Seconds to read the pieces of a target; None if it is not known."""

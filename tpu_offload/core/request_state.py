@@ -80,7 +80,8 @@ class RequestState:
       arriving_since_s: when its matches began to be answered with ARRIVING; None if they were not since it held blocks.
       storage_wait_s: how long its matches may be ARRIVING for chunks of storage; None until that was estimated.
       num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
-      awaited_lookup: the first chunk of the look-up that its last match waits for; None if it waits for none.
+      num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
+      awaited_lookup: the first record of the look-up that its last match waits for; None if it waits for none.
       lookup_wait_s: how long its matches may be ARRIVING for that; else 0.
       num_skipped_tokens: tokens that its last match found and did not promise, because computing them is faster.
       revoked: what it was promised and had not taken when a reset revoked it.
@@ -120,6 +121,7 @@ class RequestState:
     arriving_since_s: float | None = None
     storage_wait_s: float | None = None
     num_asked_chunks: int = 0
+    num_asked_boundaries: int = 0
     awaited_lookup: ChunkKey | None = None
     lookup_wait_s: float = 0.0
     num_skipped_tokens: int = 0
@@ -181,7 +183,8 @@ class RequestState:
         self.keys = []
         self.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
         self.rolling = None
-        self.num_asked_chunks, self.awaited_lookup = 0, None
+        self.num_asked_chunks = self.num_asked_boundaries = 0
+        self.awaited_lookup = None
         self.can_save = False
 
     def mark_caches_lost(self) -> None:

@@ -5,6 +5,9 @@ trip, so `match` cannot wait for it. A request whose prompt goes on past the chu
 time. The next plan has one look-up for all such requests, a job like any other, which every worker answers for its own
 shards. What all of them have counts as stored from then on, and the next match promotes it.
 
+With windows or states, the request asks for checkpoints once all chunks before them are known: for the last few
+boundaries up to there, the records of each like a prefix, which is of use only if all of it is found.
+
 An answer is a hint. It makes a chunk known until its first failed read, and missing for a second. What bounds the cost:
 
 - A request asks at most once for each of its chunks, and only while it may still wait.
@@ -117,6 +120,36 @@ class StorageLookups:
             return
         if self._want(request, first, end):
             request.awaited_lookup, request.lookup_wait_s = request.keys[first], wait_s
+
+    def ask_pieces(
+        self, request: RequestState, checkpoints: Sequence[Sequence[ChunkKey]], *, first: int, end: int
+    ) -> None:
+        """As `ask`, after it: whether storage has checkpoints of a prefix whose chunks are known.
+
+        Args:
+          request: the request, which asks once for each.
+          checkpoints: the records of each that are not known here.
+          first: where the request can continue without them, in chunks.
+          end: where with the first of them.
+        """
+        if not self._is_enabled or request.at_load_limit or self._is_late or not self.breaker.admits(_ACCOUNT):
+            return
+        wait_s = self._estimate_s(first, end)
+        since_s = request.arriving_since_s
+        if not wait_s or (since_s is not None and self._clock() >= since_s + wait_s):
+            return
+        is_probe = not self.breaker.closed
+        for names in checkpoints:
+            key = names[0]
+            if key not in self._wanted and key not in self._asked:
+                if self._is_missing(key):
+                    continue
+                if self._num_keys + len(names) > _MAX_KEYS or (is_probe and (self._wanted or self._asked)):
+                    return
+                self._wanted[key] = tuple(names)
+                self._num_keys += len(names)
+            if request.awaited_lookup is None:
+                request.awaited_lookup, request.lookup_wait_s = key, wait_s
 
     def _unknown(self, request: RequestState) -> tuple[int, int]:
         """The chunks to ask for: the first one that is not known here, and the end. Empty if it has asked for it."""

@@ -163,8 +163,23 @@ class TierStack:
     def look_up(self, request: RequestState) -> None:
         """Has the nearest shared tier asked for the chunks after those known here; see `StorageLookups.ask`."""
         tier = next((tier for tier in self._tiers if tier.is_shared), None)
-        if tier is not None:
-            tier.look_up(request)
+        if tier is None:
+            return
+        tier.look_up(request)
+        if self._checkpoints is not None and request.awaited_lookup is None:
+            self._look_up_checkpoints(request, tier, self._checkpoints)
+
+    def _look_up_checkpoints(
+        self, request: RequestState, tier: StoragePlanner, checkpoints: CheckpointPromotions
+    ) -> None:
+        """Has the tier asked for the last checkpoints of what is known of a prompt, once for each length."""
+        first = max(request.checkpoint_chunk, request.target_chunk)
+        end = checkpoints.reach(request.keys, request.num_found_chunks, request.last_boundary)
+        if end > max(first, request.num_asked_boundaries):
+            request.num_asked_boundaries = end
+            asked = checkpoints.unknown_records(request.keys, first, end, tier)
+            if asked:
+                tier.look_up_pieces(request, asked, first=first, end=end)
 
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:
         """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.

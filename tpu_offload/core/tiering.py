@@ -108,6 +108,12 @@ class StoragePlanner:
         """Has a shared tier asked for the chunks after those known here; sets `RequestState.lookup_wait_s`."""
         self._lookups.ask(request)
 
+    def look_up_pieces(
+        self, request: RequestState, checkpoints: Sequence[Sequence[ChunkKey]], *, first: int, end: int
+    ) -> None:
+        """Likewise, for checkpoints; see `StorageLookups.ask_pieces`."""
+        self._lookups.ask_pieces(request, checkpoints, first=first, end=end)
+
     def _add_found(self, keys: Sequence[ChunkKey]) -> None:
         """Other engines have stored this prefix. What has no room is left out, from the tail on."""
         records = self.records
