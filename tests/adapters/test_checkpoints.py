@@ -64,3 +64,33 @@ def test_a_shared_document_is_loaded_by_the_third_request(process, plain, model)
     assert answers(outcome) == answers(right)
     assert num_cached(outcome) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
     assert_nothing_leaked(outcome)
+
+
+@pytest.mark.parametrize("model", PIECES)
+@pytest.mark.parametrize("changes", [{}, ASYNC], ids=["sync", "async"])
+def test_what_the_host_tier_has_lost_or_another_engine_has_computed_comes_from_files(
+    process, plain, model, changes, tmp_path
+):
+    """The second engine finds at its first prompts what the first one stored."""
+    steps = [*conversations(max_tokens=12), {"do": "drain"}]
+    engine = {"num_gpu_blocks_override": ASYNC_BLOCKS[model]} | changes
+    right = plain(conversations(max_tokens=12), MANY_BLOCKS | NO_PREFIX_CACHE, model)
+    storage = {
+        "storage_tier": "file",
+        "storage_options": f"{tmp_path / 'kv'},min_free_gb=0",
+        "num_storage_chunks": 1000,
+        "storage_wait_s": 60.0,
+    }
+    connector = ours(**{"num_cpu_chunks": 40, "decode_save": True} | storage)
+    run = {"model": model, "engine": engine, "connector": connector, "steps": steps}
+    first, second = process.run(run), process.run(run)
+    for outcome in (first, second):
+        assert outcome["error"] is None
+        assert answers(outcome) == answers(right)
+        assert_nothing_leaked(outcome)
+        assert outcome["end"]["stats"]["num_failed_jobs"] == 0
+        assert outcome["end"]["stats"]["cascaded_chunks"] > 0
+    stats = second["end"]["stats"]
+    assert stats["restored_chunks"] > 0
+    assert stats["promoted_chunks"] > 0
+    assert stats["loaded_tokens"] > first["end"]["stats"]["loaded_tokens"]

@@ -23,7 +23,9 @@ class RandomLife:
         num_slots = rng.choice([8, 20, 60])
         self.has_states = rng.random() < 0.4
         workers = [
-            self.worker_type(i, num_host_chunks=num_slots, num_host_states=rng.choice([1, 3, 20]), staged=rng.random() < 0.5)
+            self.worker_type(
+                i, num_host_chunks=num_slots, num_host_states=rng.choice([1, 3, 20]), staged=rng.random() < 0.5
+            )
             for i in range(rng.randint(1, 2))
         ]
         self.blocks_per_chunk = rng.choice([1, 1, 1, 2])

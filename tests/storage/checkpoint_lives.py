@@ -72,7 +72,7 @@ class CheckpointLife(RandomLife):
     def arrive(self) -> None:
         engine, rng = self.engine, self.rng
         self.num_requests += 1
-        name, (tokens, stops, since_s) = f"r{self.num_requests}", ([], [], engine.clock.now_s)
+        name, since_s = f"r{self.num_requests}", engine.clock.now_s
         if self.waiting and rng.random() < 0.7:
             name = rng.choice(sorted(self.waiting))
             tokens, stops, since_s = self.waiting.pop(name)
@@ -165,7 +165,7 @@ class SharedCheckpointLife(CheckpointLife):
             assert isinstance(worker, SharedCheckpointWorker)
             namespace = self.engine.scheduler._context.keys.namespace
             for name, content in worker.storage.items():
-                if namespace in name and POISON not in content:
+                if name.find(namespace) >= 0 and content.find(POISON) < 0:
                     self.check_record(name, content)
 
 

@@ -45,10 +45,20 @@ def num_rows(request):
     return request.param
 
 
+def worker_of(engine: WindowEngine) -> CheckpointWorker:
+    (worker,) = engine.workers
+    assert isinstance(worker, CheckpointWorker)
+    return worker
+
+
 def hashes(engine: WindowEngine, tokens: list[int]) -> list[BlockHash]:
     found: list[BlockHash] = []
     engine.hasher.extend(found, tokens)
     return found
+
+
+def end_key(engine: WindowEngine, tokens: list[int], num_chunks: int) -> ChunkKey:
+    return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + engine.scheduler._context.keys.namespace)
 
 
 def match(engine: WindowEngine, name: str, tokens: list[int]) -> Match:
@@ -119,7 +129,7 @@ def test_chunks_without_a_checkpoint_are_not_read(num_rows):
     engine = away(num_rows=num_rows)
     records = engine.scheduler._storage.tiers[0].records
     for end, name in list(records.may_end_at().items()):
-        if end == hashes(engine, A)[5] + engine.scheduler._context.keys.namespace:
+        if end == end_key(engine, A, 6):
             records.forget(name)
     before = engine.scheduler.stats().promoted_chunks
     found, plans = wait(engine, "again", A)
@@ -132,8 +142,7 @@ def test_a_checkpoint_behind_chunks_of_the_host_tier_is_read_alone(num_rows):
     engine = make(num_rows=num_rows, num_host_chunks=60)
     serve(engine, "a", A)
     index = engine.scheduler._index
-    key = hashes(engine, A)[5] + engine.scheduler._context.keys.namespace
-    checkpoint = index.checkpoint(key)
+    checkpoint = index.checkpoint(end_key(engine, A, 6))
     assert checkpoint is not None
     index._checkpoints.drop(checkpoint)
     found, plans = wait(engine, "again", A)
@@ -145,9 +154,9 @@ def test_a_checkpoint_behind_chunks_of_the_host_tier_is_read_alone(num_rows):
 
 def test_a_restarted_engine_finds_checkpoints(num_rows):
     engine = away(num_rows=num_rows)
-    (worker,) = engine.workers
+    worker = worker_of(engine)
     other = make(num_rows=num_rows)
-    other.workers[0].storages[0].update(worker.storages[0])
+    worker_of(other).storages[0].update(worker.storages[0])
     planner = other.scheduler._storage.tiers[0]
     planner.adopt(0, list(worker.storages[0]))
     assert set(planner.stored_keys()) == set(worker.storages[0])
@@ -159,13 +168,9 @@ def test_a_restarted_engine_finds_checkpoints(num_rows):
 @pytest.mark.parametrize("fault", ["fails", "is missing"])
 def test_a_piece_that_cannot_be_read_is_computed(num_rows, fault):
     engine = away(num_rows=num_rows)
-    (worker,) = engine.workers
+    worker = worker_of(engine)
     records = engine.scheduler._storage.tiers[0].records
-    (name,) = [
-        name
-        for end, name in records.may_end_at().items()
-        if end == hashes(engine, A)[5] + engine.scheduler._context.keys.namespace
-    ]
+    (name,) = [name for end, name in records.may_end_at().items() if end == end_key(engine, A, 6)]
     found = match(engine, "again", A)
     while found.state is MatchState.ARRIVING:
         _, results = engine.step()
@@ -180,10 +185,6 @@ def test_a_piece_that_cannot_be_read_is_computed(num_rows, fault):
     assert serve(engine, "again", A) == 0
     assert serve(engine, "and again", A) == 6 * BLOCK_SIZE
     assert name in records.stored, "it was written again"
-
-
-def end_key(engine: WindowEngine, tokens: list[int], num_chunks: int) -> ChunkKey:
-    return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + engine.scheduler._context.keys.namespace)
 
 
 def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):
@@ -203,7 +204,7 @@ def test_a_state_without_one_of_its_records_is_none():
     records.forget(ChunkKey(first[:-1] + b"\1"))
     assert wait(engine, "again", A)[0].state is MatchState.MISS
     serve(engine, "again", A)
-    assert len([name for name in records.stored if name.startswith(first[:-2])]) == engine.workers[0].num_parts
+    assert len([name for name in records.stored if name.startswith(first[:-2])]) == worker_of(engine).num_parts
 
 
 def test_pieces_are_read_after_all_chunks_before_them(num_rows):
@@ -283,13 +284,15 @@ def test_a_reset_clears_checkpoints_too(num_rows):
     engine.scheduler.reset()
     rest(engine)
     records = engine.scheduler._storage.tiers[0].records
-    assert not (records.stored or records.may_end_at() or engine.workers[0].storages[0])
+    assert not records.stored
+    assert not records.may_end_at()
+    assert not worker_of(engine).storages[0]
     assert wait(engine, "again", A)[0].state is MatchState.MISS
 
 
 def test_a_tier_that_is_too_small_for_a_state_comes_to_rest():
     engine = make(num_rows=40, num_storage_chunks=1)
-    assert engine.workers[0].num_parts > 1
+    assert worker_of(engine).num_parts > 1
     serve(engine, "a", A)
     serve(engine, "b", B)
     assert not engine.scheduler._storage.tiers[0].records.may_end_at()
@@ -347,7 +350,7 @@ def share(engine: WindowEngine) -> WindowEngine:
 def test_an_engine_finds_the_checkpoints_of_another(num_rows):
     first = away(num_rows=num_rows)
     other = share(make(num_rows=num_rows))
-    other.workers[0].storages[0] = first.workers[0].storages[0]
+    worker_of(other).storages[0] = worker_of(first).storages[0]
     found, plans = wait(other, "a", A)
     assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
     lookups = [job for plan in plans for job in plan.of(JobKind.LOOKUP)]
@@ -360,7 +363,7 @@ def test_an_engine_finds_the_checkpoint_of_a_shared_prefix(num_rows):
     first = make(num_rows=num_rows)
     serve(first, "a", A[: 3 * BLOCK_SIZE + 1])
     other = share(make(num_rows=num_rows))
-    other.workers[0].storages[0] = first.workers[0].storages[0]
+    worker_of(other).storages[0] = worker_of(first).storages[0]
     tokens = A[: 3 * BLOCK_SIZE] + B
     found, _ = wait(other, "b", tokens)
     assert (found.state, found.num_tokens) == (MatchState.HIT, 3 * BLOCK_SIZE)
@@ -370,9 +373,9 @@ def test_an_engine_finds_the_checkpoint_of_a_shared_prefix(num_rows):
 def test_checkpoints_that_nobody_has_are_asked_for_once(num_rows):
     first = away(num_rows=num_rows)
     namespace = first.scheduler._context.keys.namespace
-    chunks = {name: content for name, content in first.workers[0].storages[0].items() if name.endswith(namespace)}
+    chunks = {name: content for name, content in worker_of(first).storages[0].items() if name.endswith(namespace)}
     other = share(make(num_rows=num_rows))
-    other.workers[0].storages[0].update(chunks)
+    worker_of(other).storages[0].update(chunks)
     found, plans = wait(other, "a", A)
     assert found.state is MatchState.MISS
     assert [len(plan.of(JobKind.LOOKUP)) for plan in plans] == [1, 1]
@@ -384,7 +387,7 @@ def test_checkpoints_that_nobody_has_are_asked_for_once(num_rows):
 def test_a_piece_that_a_server_has_evicted_is_missing(num_rows):
     first = away(num_rows=num_rows)
     other = make_shared(num_rows)
-    other.workers[0].storages[0] = first.workers[0].storages[0]
+    worker_of(other).storages[0] = worker_of(first).storages[0]
     found = match(other, "a", A)
     records = other.scheduler._storage.tiers[0].records
     while found.state is MatchState.ARRIVING and not records.may_end_at():
@@ -392,6 +395,6 @@ def test_a_piece_that_a_server_has_evicted_is_missing(num_rows):
         other.apply(other.workers[0], results[0] + other.workers[0].finish())
         found = match(other, "a", A)
     for name in records.may_end_at().values():
-        other.workers[0].storages[0].pop(name, None)
+        worker_of(other).storages[0].pop(name, None)
     assert wait(other, "a", A)[0].state is MatchState.MISS
     assert other.scheduler.stats().num_failed_jobs == 0
