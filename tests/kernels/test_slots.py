@@ -202,8 +202,8 @@ def copiers(wanted, monkeypatch, *, ranking=None, precompile=True, broken=()):
             slot_choice, "rank_slot_paths", lambda paths, *_, **__: {p: 0.25 for p in ranking if p in paths}
         )
     monkeypatch.setattr(SlotCopier, "compile", lambda self: refuse(self._path) if self._path in broken else None)
-    (made,) = make_slot_copiers(
-        StorageCopyPath(wanted), [(spec, Store(), 1)], allocate=pinned_zeros, precompile=precompile
+    ((made,),) = make_slot_copiers(
+        StorageCopyPath(wanted), [[(spec, Store(), 1)]], allocate=pinned_zeros, precompile=precompile
     )
     return made._path
 

@@ -36,8 +36,8 @@ class StorageTierConfig:
       tier_id: its place, from 0, the nearest to the host tier.
       name: a registered name, or `module:Class`.
       options: for the tier to interpret.
-      num_chunks: its size in records of a chunk; None if it is given in GB.
-      size_gb: its size in GB of 2**30 bytes for each worker; None if it is given in records.
+      num_chunks: its size in records of a chunk, for each data-parallel rank; None if it is given in GB.
+      size_gb: its size in GB of 2**30 bytes for each worker, all of its ranks together; None if it is given in records.
       write_on: when chunks are written to it.
       admission: which chunks it takes.
       max_gb_in_flight: host memory for records on their way to and from it.
@@ -58,7 +58,7 @@ class StorageTierConfig:
         return f"{self.tier_id}:{self.name}"
 
     def size_in_chunks(self, layout: KVLayout, *, blocks_per_chunk: int) -> int:
-        """Most records in it: a chunk takes one, a state `records_per_state`.
+        """Most records in it, of each data-parallel rank: a chunk takes one, a state `records_per_state`.
 
         With pipeline stages, as many as fit on the worker that stores most of a chunk.
 
@@ -68,19 +68,23 @@ class StorageTierConfig:
         if self.size_gb is None:
             assert self.num_chunks is not None, "a tier without a size"
             return self.num_chunks
-        payload_nbytes = layout.block_nbytes_per_host * blocks_per_chunk
+        payload_nbytes = layout.block_nbytes_per_host // layout.num_ranks * blocks_per_chunk
         chunk_nbytes = _PAGE_NBYTES + -(-payload_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES + _INDEX_NBYTES
-        nbytes = int(self.size_gb * _GB * (1 - _SPARE_SHARE)) - _SPARE_NBYTES
+        nbytes = int(self.size_gb * _GB / layout.num_ranks * (1 - _SPARE_SHARE)) - _SPARE_NBYTES
         if nbytes < chunk_nbytes:
-            least = (chunk_nbytes + _SPARE_NBYTES) / _GB * (1 + 2 * _SPARE_SHARE)
+            least = layout.num_ranks * (chunk_nbytes + _SPARE_NBYTES) / _GB * (1 + 2 * _SPARE_SHARE)
+            holder = "worker" if layout.num_ranks == 1 else f"of {layout.num_ranks} data-parallel ranks"
             raise ConfigError(
                 f"{env_name('storage_gb')}={self.size_gb:g} for {one_line(self.name)} is less than one chunk of "
-                f"{chunk_nbytes} bytes on each worker; set it to at least {least:.3g}"
+                f"{chunk_nbytes} bytes on each {holder}; set it to at least {least:.3g}"
             )
         return min(nbytes // chunk_nbytes, _MAX_CHUNKS)
 
     def max_chunks_in_flight(self, layout: KVLayout, *, blocks_per_chunk: int) -> int:
-        """Most records on their way to and from it together, at least those of one chunk or state each way."""
+        """Most records on their way to and from it together, at least those of one chunk or state each way.
+
+        Of each data-parallel rank: `max_gb_in_flight` is for all of them.
+        """
         least = 2 * max(1, records_per_state(layout, blocks_per_chunk=blocks_per_chunk))
         return max(least, int(self.max_gb_in_flight * _GB) // (layout.block_nbytes_per_host * blocks_per_chunk))
 

@@ -13,6 +13,7 @@ from tpu_offload.kernels.fused_plan import (
     make_fused_step,
     take_chunks,
 )
+from tpu_offload.kernels.parts import Part, part_of_rank
 from tpu_offload.kernels.slot_choice import make_slot_copiers, rank_slot_paths
 from tpu_offload.kernels.slot_paths import SLOT_PATHS, HbmPath, HostPath, SlotPath
 from tpu_offload.kernels.slots import SlotCopier
@@ -34,6 +35,7 @@ __all__ = [
     "FusedStep",
     "HbmPath",
     "HostPath",
+    "Part",
     "Phase",
     "SlotCopier",
     "SlotPath",
@@ -47,6 +49,7 @@ __all__ = [
     "make_copiers",
     "make_fused_step",
     "make_slot_copiers",
+    "part_of_rank",
     "rank_slot_paths",
     "split_into_buckets",
     "take_chunks",

@@ -6,6 +6,7 @@ the path that takes the least time is used.
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -33,36 +34,43 @@ Clock = Callable[[], float]
 
 def make_slot_copiers(
     wanted: StorageCopyPath,
-    pools: Sequence[tuple[TransferSpec, ArenaView, int]],
+    pools: Sequence[Sequence[tuple[TransferSpec, ArenaView, int]]],
     *,
     allocate: Allocate,
     precompile: bool,
-) -> list[SlotCopier]:
+) -> list[list[SlotCopier]]:
     """Chooses the path, and makes the copiers of a process; logs the choice.
 
     On the CPU backend, and without `precompile`, nothing is tried: `auto` is `host` then.
 
     Args:
       wanted: the setting.
-      pools: per page group, what a segment holds, the segments, and the blocks in a slot; of states, one row.
+      pools: per data-parallel rank and page group, what a segment holds, the segments, and the blocks in a slot; of
+        states, one row. What is tried is the first rank's.
       allocate: allocates zeros in pinned host memory that can be donated.
       precompile: whether to compile now; else on first use.
+    Returns:
+      The copiers, per rank and page group.
     Raises:
       ConfigError: none of the paths that may be used compiles and copies every bit.
       CompileError: where nothing is tried, the compiler rejects the programs.
     """
 
-    def make(path: type[SlotPath]) -> list[SlotCopier]:
-        copiers = [SlotCopier(spec, arena, blocks_per_slot=size, path=path) for spec, arena, size in pools]
+    def make(path: type[SlotPath]) -> list[list[SlotCopier]]:
+        copiers = [
+            [SlotCopier(spec, arena, blocks_per_slot=size, path=path) for spec, arena, size in of_rank]
+            for of_rank in pools
+        ]
         if precompile:
-            for copier in copiers:
+            for copier in itertools.chain.from_iterable(copiers):
                 copier.compile()
         return copiers
 
     paths = [path for path in SLOT_PATHS if wanted in (StorageCopyPath.AUTO, path.path)]
-    if not precompile or pools[0][0].platform == "cpu":
+    tried = [(spec, size) for spec, _, size in pools[0]]
+    if not precompile or tried[0][0].platform == "cpu":
         return make(paths[0])
-    seconds = rank_slot_paths(paths, [(spec, size) for spec, _, size in pools], allocate=allocate)
+    seconds = rank_slot_paths(paths, tried, allocate=allocate)
     times = ", ".join(f"{path.path.value} {1e3 * seconds[path]:.3g} ms" for path in seconds)
     for path in seconds:
         try:

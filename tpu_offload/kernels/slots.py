@@ -53,6 +53,11 @@ class SlotCopier:
         return sum(nbytes * len(devices) for _, nbytes, devices in map(_shards, self._structs))
 
     @property
+    def num_shards(self) -> int:
+        """Devices whose shards are in a payload."""
+        return len(self._structs[0].sharding.addressable_devices)
+
+    @property
     def payload_format(self) -> str:
         """Identifies the byte layout of a payload: dtypes, shapes, each device's part of a page and its order."""
         spec = self._spec

@@ -209,6 +209,34 @@ class TransferSpec:
             self, page_shape=self._shard_page, cache_sharding=SingleDeviceSharding(device), num_ranks=1
         )
 
+    def local_devices(self, rank: int) -> list[Any]:
+        """The devices of this process that have the blocks of a rank, by their ids."""
+        shape = (self.num_ranks * self.num_blocks, *self.page_shape)
+        indices = self.cache_sharding.addressable_devices_indices_map(shape)
+        first = rank * self.num_blocks
+        own = [device for device, index in indices.items() if index is not None and (index[0].start or 0) == first]
+        return sorted(own, key=lambda device: int(device.id))
+
+    def part(self, devices: Sequence[Any]) -> "TransferSpec":
+        """What some devices of one rank have, as if there were no others: a block has pages of only their shards.
+
+        The shards are in the order of the devices, along the first axis of a page. Each device has the same bytes at
+        the same place as before, so segments and their parts are the same memory (`kernels.parts`).
+        """
+        first, *others = self._shard_page
+        mesh = Mesh(np.array(devices), ("device",))
+        return dataclasses.replace(
+            self,
+            page_shape=(len(devices) * first, *others),
+            cache_sharding=NamedSharding(mesh, PartitionSpec(None, "device")),
+            num_ranks=1,
+        )
+
+    def part_format(self, devices: Sequence[Any]) -> str:
+        """Identifies what `part` leaves out: which part of a page each device has."""
+        of_page = self.block_sharding(DEVICE_MEMORY_KIND).devices_indices_map((self.num_ranks, 1, *self.page_shape))
+        return repr([of_page[device][2:] for device in devices])
+
     @property
     def copies(self) -> tuple[tuple[LayerRange, ...], ...]:
         """Per stripe, the layer ranges that a block is copied in.

@@ -3,7 +3,7 @@
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.format import RecordFormat
 from tpu_offload.storage.inspection import Generation, Holding, StoredRecord, StoreInspector, Survey
-from tpu_offload.storage.registry import INSPECTORS, STORAGE_TIERS, make_tier, open_inspector, tier_of
+from tpu_offload.storage.registry import INSPECTORS, STORAGE_TIERS, find_tier, make_tier, open_inspector, tier_of
 from tpu_offload.storage.verify import Verdict, Verification, sample
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Survey",
     "Verdict",
     "Verification",
+    "find_tier",
     "make_tier",
     "open_inspector",
     "sample",

@@ -19,7 +19,8 @@ class StorageSpec:
       record_nbytes: size of every record; a multiple of `format.PAGE_NBYTES`.
       num_chunks: capacity; the most keys that the scheduler has in the tier at a time, including those being written or
         deleted. A private tier holds no more, what earlier incarnations left included.
-      worker_id: the worker; each holds its own shards of the chunks, under the same keys.
+      worker_id: the worker; each holds its own shards of the chunks, under the same keys. In a private tier each
+        data-parallel rank of a worker counts as one: what is stored is its own.
       fingerprint: of the model and all else that the bytes depend on, 16 bytes in hex. A tier never gives back what was
         written under another one.
       options: `TPU_OFFLOAD_STORAGE_OPTIONS`, for the tier to interpret.

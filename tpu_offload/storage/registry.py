@@ -29,12 +29,12 @@ _SCHEMES = {
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
 
-def make_tier(name: str, spec: StorageSpec) -> StorageTier:
-    """Makes the tier of a registered name, or of a `module:Class`.
+def find_tier(name: str) -> type[StorageTier]:
+    """The class of a registered name, or of a `module:Class`.
 
     Raises:
-      ConfigError: the name is unknown, the module does not import, the class is not derived from `StorageTier`, is
-        shared but has no `find`, or its constructor fails.
+      ConfigError: the name is unknown, the module does not import, or the class is not derived from `StorageTier`, or
+        is shared but has no `find`.
     """
     what = f"{_SETTING}{name}"
     module_name, colon, class_name = STORAGE_TIERS.get(name, name).partition(":")
@@ -56,6 +56,16 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
         )
     if found.is_shared and found.find is StorageTier.find:
         raise ConfigError(f"{what}: {class_name} in {module_name} has is_shared=True and no find(); it needs one")
+    return found
+
+
+def make_tier(name: str, spec: StorageSpec) -> StorageTier:
+    """Makes the tier of a registered name, or of a `module:Class`.
+
+    Raises:
+      ConfigError: there is none of this name, see `find_tier`, or its constructor fails.
+    """
+    found, what = find_tier(name), f"{_SETTING}{name}"
     try:
         return found(spec)
     except OffloadError:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Self, final
 
+import jax
 import numpy as np
 
 from tpu_offload.config import OffloadConfig
@@ -179,7 +180,7 @@ class HostMemory:
         return self.arena.num_chunks_ready * self.blocks_per_chunk
 
     def mark(self, segment_id: int, places: Any, *, lost: bool, ranks: Any = None) -> None:
-        """Marks places of a segment as lost or as written; those of all ranks, or each of the rank that is given."""
+        """Marks places of a segment as lost or as written; those of all ranks, of one, or each of the rank given."""
         first = segment_id * self.spec.segment_blocks
         of_segment = self.lost[:, first : first + self.spec.segment_blocks]
         of_segment[slice(None) if ranks is None else ranks, places] = lost
@@ -187,12 +188,17 @@ class HostMemory:
     def check_segment(self, segment_id: int, *, lost: bool) -> None:
         """After a failed copy, marks a segment as lost if it is, or if the failed program has taken it by donation."""
         try:
-            lost = lost or any(stripe.is_deleted() for stripe in self.arena.segment(segment_id))
+            lost = lost or any(map(_is_deleted, self.arena.segment(segment_id)))
         except TransferError:  # lost already
             return
         if lost:
             self.arena.mark_lost(segment_id)
             self.mark(segment_id, slice(None), lost=True)
+
+
+def _is_deleted(stripe: jax.Array) -> bool:
+    """Whether an array has been donated, or the part of a rank (`kernels.parts`), which `is_deleted` does not tell."""
+    return stripe.is_deleted() or any(shard.data.is_deleted() for shard in stripe.addressable_shards)
 
 
 def check_copied(flight: Flight) -> None:

@@ -13,10 +13,11 @@ Slots need no translation: each rank has the same number of them, in its own par
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Sequence, Set
 from typing import final
 
-from tpu_offload.types import CopyJob, JobResult, StepPlan, StepReport
+from tpu_offload.types import CopyJob, JobResult, StepPlan, StepReport, WorkerSetup
 from tpu_offload.worker.plan_gate import PlanOrder
 
 
@@ -76,16 +77,35 @@ class RankPlans:
           report: of the worker; each is split once, in their order.
         """
         results: dict[int, list[JobResult]] = {id(of): [] for of in self._ranks}
+        setups = self._setups(report.setup)
         for result in report.results:
             if result.job_id in self._jobs:
                 of, job_id = self._end(result.job_id)
                 results[id(of)].append(dataclasses.replace(result, job_id=job_id))
-        while self._jobs and (first := next(iter(self._jobs))) < report.oldest_job_id:
-            self._end(first)  # it was never begun
+        storage_ids = frozenset(report.storage_job_ids)
+        unknown = list(itertools.takewhile(report.oldest_job_id.__gt__, self._jobs))
+        for own_id in unknown:
+            if own_id not in storage_ids:
+                self._end(own_id)  # it was never begun
         return [
-            dataclasses.replace(report, results=tuple(results[id(of)]), oldest_job_id=of.oldest_id)
-            for of in self._ranks
+            dataclasses.replace(
+                report,
+                results=tuple(results[id(of)]),
+                oldest_job_id=of.oldest_id(storage_ids),
+                storage_job_ids=of.own(storage_ids),
+                setup=setup,
+            )
+            for of, setup in zip(self._ranks, setups, strict=True)
         ]
+
+    def _setups(self, setup: WorkerSetup | None) -> list[WorkerSetup | None]:
+        """The worker's setup for each rank, with what is stored of it."""
+        num_ranks = len(self._ranks)
+        if setup is None or not setup.stored_keys:
+            return [setup] * num_ranks
+        num_tiers = len(setup.stored_keys) // num_ranks
+        first_tiers = [rank * num_tiers for rank in range(num_ranks)]
+        return [dataclasses.replace(setup, stored_keys=setup.stored_keys[i : i + num_tiers]) for i in first_tiers]
 
     def _given_id(self, job: CopyJob, of: "_Rank", rank: int) -> CopyJob:
         own_id, self._next_id = self._next_id, self._next_id + 1
@@ -126,7 +146,14 @@ class _Rank:
         self.last = plan
         self.next_job_id = max(self.next_job_id, plan.next_job_id)
 
-    @property
-    def oldest_id(self) -> int:
-        """See `StepReport.oldest_job_id`."""
-        return min(self.ids, default=self.next_job_id)
+    def own(self, worker_ids: Set[int]) -> tuple[int, ...]:
+        """Its own ids of those of its jobs that are among the worker's ids."""
+        return tuple([job_id for job_id, own_id in self.ids.items() if own_id in worker_ids]) if worker_ids else ()
+
+    def oldest_id(self, storage_ids: Set[int]) -> int:
+        """See `StepReport.oldest_job_id`.
+
+        Args:
+          storage_ids: the worker's ids of jobs to and from storage.
+        """
+        return min((i for i, own_id in self.ids.items() if own_id not in storage_ids), default=self.next_job_id)

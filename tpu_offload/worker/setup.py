@@ -32,15 +32,13 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
 
-def check_ranks(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any]) -> None:
-    """Raises ConfigError if there are data-parallel ranks and something that does not support them."""
-    if layout.num_ranks == 1:
-        return
-    what = f"the KV caches are split over {layout.num_ranks} data-parallel ranks"
-    if not kv_caches[0].sharding.is_fully_addressable:
-        raise ConfigError(f"{what} on several hosts; expected one host: run one engine on each host")
-    if config.has_storage:
-        raise ConfigError(f"{what}, which storage does not support; leave TPU_OFFLOAD_STORAGE_TIER empty")
+def check_ranks(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
+    """Raises ConfigError if there are data-parallel ranks on several hosts."""
+    if layout.num_ranks > 1 and not kv_caches[0].sharding.is_fully_addressable:
+        raise ConfigError(
+            f"the KV caches are split over {layout.num_ranks} data-parallel ranks on several hosts; expected one host: "
+            "run one engine on each host"
+        )
 
 
 def check_count(name: str, value: Any) -> int:
@@ -67,6 +65,7 @@ def describe_setup(
       tier: the host tier; None without one.
       storage: the copies to and from its storage tiers; None without any, or without a host tier.
     """
+    num_tiers = len(config.storage_tiers)
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
     segments = config.host_segments(layout) if config.enabled else None
     paths = {direction: tier.paths[direction].value if tier else "" for direction in Direction}
@@ -84,6 +83,6 @@ def describe_setup(
         bucket_blocks=tuple(config.block_size_buckets),
         max_swap_blocks=config.max_swap_blocks(layout),
         storage_chunks=config.storage_chunks(layout),
-        stored_keys=storage.stored_keys if storage is not None else ((),) * len(config.storage_tiers),
-        shares_storage=storage.are_shared if storage is not None else (False,) * len(config.storage_tiers),
+        stored_keys=storage.stored_keys if storage is not None else ((),) * num_tiers * layout.num_ranks,
+        shares_storage=storage.are_shared if storage is not None else (False,) * num_tiers,
     )

@@ -30,12 +30,14 @@ class SlotPool:
     Attributes:
       memories: per page group, the host memory.
       copiers: likewise, what copies its slots; shared by all tiers.
+      rank: the data-parallel rank, of whose memory the copiers are.
       first_slot: the number of the slot at the beginning of that memory.
       num_parts: records that hold a state; 0 of chunks, each of which has one record under its own key.
     """
 
     memories: Sequence[HostMemory]
     copiers: Sequence[SlotCopier]
+    rank: int = 0
     first_slot: int = 0
     num_parts: int = 0
 
@@ -49,6 +51,11 @@ class SlotPool:
     def num_records(self) -> int:
         """Records that hold the bytes of a slot."""
         return max(1, self.num_parts)
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that have a part of a slot, in this process and rank."""
+        return self.copiers[0].num_shards
 
     @property
     def payload_nbytes(self) -> int:
@@ -70,7 +77,7 @@ class SlotPool:
         payload = []
         for memory, copier in zip(self.memories, self.copiers, strict=True):
             segment_id, place = self._place(slot, memory)
-            if memory.lost[:, self._rows(slot, memory)].any():
+            if memory.lost[self.rank, self._rows(slot, memory)].any():
                 raise TransferError(f"slot {slot} was lost, or never written")
             payload.append(copier.read(segment_id, place))
         return payload
@@ -89,7 +96,7 @@ class SlotPool:
             except Exception as e:
                 memory.check_segment(segment_id, lost=False)
                 return tokens, error_line(e)
-            memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False)
+            memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=self.rank)
         return tokens, ""
 
     def end_write(self, slot: int, tokens: Sequence[jax.Array]) -> str:
@@ -109,7 +116,7 @@ class SlotPool:
                 memory.check_segment(segment_id, lost=True)
                 error = error or error_line(e)
                 continue
-            if memory.lost[:, self._rows(slot, memory)].any():
+            if memory.lost[self.rank, self._rows(slot, memory)].any():
                 error = error or f"slot {slot} was lost, or its memory was freed, while it was written"
         return error
 

@@ -2,20 +2,24 @@
 
 Copy programs and the format of records are the same for all tiers. Threads, buffers, and the bound on chunks in flight
 belong to one tier each (`worker.storage_io`), so a tier that hangs, such as a frozen server, delays no copy of another.
+
+Data-parallel ranks have slots, jobs and schedulers of their own, and so each has its own tiers, with names of its own
+for what only they may change. In a tier that engines share, ranks share what they store, as these do: a record is the
+same whichever rank has written it.
 """
 
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from tpu_offload.config import ENV_PREFIX, OffloadConfig
-from tpu_offload.errors import ConfigError
-from tpu_offload.kernels import make_slot_copiers
+from tpu_offload.config import OffloadConfig
+from tpu_offload.kernels import make_slot_copiers, part_of_rank
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import pinned_zeros
-from tpu_offload.storage import RecordFormat, StorageSpec, make_tier
+from tpu_offload.storage import RecordFormat, StorageSpec, find_tier, make_tier
 from tpu_offload.storage.format import FINGERPRINT_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob
 from tpu_offload.worker.host_memory import HostMemory
@@ -43,7 +47,7 @@ class StorageStack:
       jobs: the worker's jobs.
       worker_id: for the tiers.
     Raises:
-      ConfigError: a tier cannot be made, or the caches span several hosts.
+      ConfigError: a tier cannot be made.
     """
 
     def __init__(
@@ -57,61 +61,70 @@ class StorageStack:
         jobs: WorkerJobs,
         worker_id: int,
     ) -> None:
-        sharding = kv_caches[0].sharding
-        if not sharding.is_fully_addressable:
-            raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER={';'.join(config.storage_tier)} with KV caches that span several hosts is "
-                "not supported yet; leave it empty"
-            )
         self._jobs = jobs
+        self._worker_id, self._num_ranks = worker_id, layout.num_ranks
+        all_memories = [*memories, *state_memories]
+        parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in range(layout.num_ranks)]
+        sizes = [memory.blocks_per_chunk for memory in all_memories]
         self._copiers = make_slot_copiers(
             config.storage_copy_path,
-            [(memory.spec, memory.arena, memory.blocks_per_chunk) for memory in (*memories, *state_memories)],
+            [[(part.spec, part.arena, size) for part, size in zip(own, sizes, strict=True)] for own in parts],
             allocate=pinned_zeros,
             precompile=not config.skip_jax_precompile,
         )
-        of_chunks, of_states = self._copiers[: len(memories)], self._copiers[len(memories) :]
-        self._pools = [SlotPool(memories=memories, copiers=of_chunks)]
-        # The layout's fingerprint names model and geometry, but not the shards.
-        size, num_parts = config.blocks_per_chunk, config.records_per_state(layout)
-        formats = [layout.fingerprint().hex(), size, *(copier.payload_format for copier in of_chunks)]
-        if of_states:
-            first_state = config.host_chunks(layout)
-            self._pools.append(
-                SlotPool(memories=state_memories, copiers=of_states, first_slot=first_state, num_parts=num_parts)
-            )
-            formats += ["states", num_parts, *(copier.payload_format for copier in of_states)]
-        fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES)
-        self._format = RecordFormat(
-            fingerprint=fingerprint.digest(),
-            worker_id=worker_id,
-            num_shards=len(sharding.addressable_devices),
-            payload_nbytes=record_payload_nbytes(self._pools),
-        )
-        self._tiers: list[StorageCopies] = []
+        first_state, num_parts = config.host_chunks(layout), config.records_per_state(layout)
+        self._pools: list[list[SlotPool]] = []
+        for rank, copiers in enumerate(self._copiers):
+            of_chunks, of_states = copiers[: len(memories)], copiers[len(memories) :]
+            pools = [SlotPool(rank=rank, memories=memories, copiers=of_chunks)]
+            if of_states:
+                states = SlotPool(
+                    rank=rank, memories=state_memories, copiers=of_states, first_slot=first_state, num_parts=num_parts
+                )
+                pools.append(states)
+            self._pools.append(pools)
+        self._tiers: list[list[StorageCopies]] = []
         try:
-            for tier_id, num_chunks in enumerate(config.storage_chunks(layout)):
-                self._tiers.append(self._make_copies(config, layout, tier_id, num_chunks=num_chunks))
+            for rank, (pools, own) in enumerate(zip(self._pools, parts, strict=True)):
+                # The layout's fingerprint names model and geometry, but not the shards.
+                formats = [layout.fingerprint().hex(), config.blocks_per_chunk, [part.shards for part in own]]
+                formats += [(pool.num_parts, [c.payload_format for c in pool.copiers]) for pool in pools]
+                fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES).digest()
+                self._tiers.append([])
+                for tier_id, num_chunks in enumerate(config.storage_chunks(layout)):
+                    copies = self._make_copies(config, layout, rank, tier_id, fingerprint, num_chunks=num_chunks)
+                    self._tiers[rank].append(copies)
         except BaseException:
             self.close()
             raise
 
-    def _make_copies(self, config: OffloadConfig, layout: KVLayout, tier_id: int, *, num_chunks: int) -> StorageCopies:
-        settings = config.storage_tiers[tier_id]
+    def _make_copies(
+        self, config: OffloadConfig, layout: KVLayout, rank: int, tier_id: int, fingerprint: bytes, *, num_chunks: int
+    ) -> StorageCopies:
+        settings, pools = config.storage_tiers[tier_id], self._pools[rank]
+        holder_id = self._worker_id
+        if not find_tier(settings.name).is_shared:
+            holder_id = holder_id * self._num_ranks + rank
+        record_format = RecordFormat(
+            fingerprint=fingerprint,
+            worker_id=holder_id,
+            num_shards=pools[0].num_shards,
+            payload_nbytes=record_payload_nbytes(pools),
+        )
         spec = StorageSpec(
-            record_nbytes=self._format.record_nbytes,
+            record_nbytes=record_format.record_nbytes,
             num_chunks=num_chunks,
-            worker_id=self._format.worker_id,
-            fingerprint=self._format.fingerprint.hex(),
+            worker_id=holder_id,
+            fingerprint=fingerprint.hex(),
             options=settings.options,
         )
         tier = make_tier(settings.name, spec)
         try:
             return StorageCopies(
                 tier,
-                label=settings.label,
-                pools=self._pools,
-                record_format=self._format,
+                label=settings.label if self._num_ranks == 1 else f"{settings.label}, rank {rank}",
+                pools=pools,
+                record_format=record_format,
                 max_in_flight=settings.max_chunks_in_flight(layout, blocks_per_chunk=config.blocks_per_chunk),
                 jobs=self._jobs,
             )
@@ -121,28 +134,28 @@ class StorageStack:
 
     @property
     def tiers(self) -> Sequence[StorageCopies]:
-        """The copies of each tier, nearest first."""
-        return self._tiers
+        """The copies of each tier, nearest first: those of the first rank, then of the next."""
+        return list(itertools.chain.from_iterable(self._tiers))
 
     @property
     def are_shared(self) -> tuple[bool, ...]:
         """By tier, whether other engines use it, too."""
-        return tuple(tier.is_shared for tier in self._tiers)
+        return tuple(tier.is_shared for tier in self._tiers[0])
 
     @property
     def stored_keys(self) -> tuple[tuple[ChunkKey, ...], ...]:
-        """By tier, what earlier incarnations of this worker left in it, oldest first."""
-        return tuple(tier.stored_keys for tier in self._tiers)
+        """By rank and tier, what earlier incarnations of this worker left in it, oldest first."""
+        return tuple(tier.stored_keys for tier in self.tiers)
 
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight."""
-        return any(tier.has_flights for tier in self._tiers)
+        return any(tier.has_flights for tier in self.tiers)
 
     @property
     def is_landing(self) -> bool:
         """Whether what was read is being written to its slot."""
-        return any(tier.is_landing for tier in self._tiers)
+        return any(tier.is_landing for tier in self.tiers)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -150,7 +163,7 @@ class StorageStack:
 
         At most two blocks, or of states two rows, of a page group.
         """
-        return max(copier.hbm_nbytes for copier in self._copiers)
+        return max(copier.hbm_nbytes for copier in itertools.chain.from_iterable(self._copiers))
 
     def look_up(self, jobs: Sequence[CopyJob]) -> None:
         """Starts to ask shared tiers which chunks they have."""
@@ -166,19 +179,19 @@ class StorageStack:
 
     def collect(self) -> None:
         """Dispatches the writes of what was read into its slots, and ends finished items."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.collect()
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
-        return [waited for tier in self._tiers for waited in tier.waiting_on(all_of_them=all_of_them)]
+        return [waited for tier in self.tiers for waited in tier.waiting_on(all_of_them=all_of_them)]
 
     def close(self) -> None:
         """Ends the threads, dropping queued items, and closes the tiers that do not hang. The caller has waited."""
-        for tier in self._tiers:  # all of them, before the first is waited for
+        for tier in self.tiers:  # all of them, before the first is waited for
             tier.stop()
         until_s = time.monotonic() + _CLOSE_S
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.close(until_s)
 
     # Inside.
@@ -187,14 +200,14 @@ class StorageStack:
         """Starts the valid jobs, each on its tier; the others fail."""
         if not jobs:  # as in nearly every step
             return
-        slots = [pool.slots for pool in self._pools]
+        slots = [pool.slots for pool in self._pools[0]]  # of every rank
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already: ignored", job.job_id)
                 continue
-            error = storage_job_error(job, slots=slots, num_tiers=len(self._tiers))
+            error = storage_job_error(job, slots=slots, num_ranks=self._num_ranks, num_tiers=len(self._tiers[0]))
             if error:
                 self._jobs.start(job.job_id, of_storage=True)
                 self._jobs.drop_ref([job.job_id], error)
             else:
-                start(self._tiers[job.tier_id], (job,))
+                start(self._tiers[job.rank][job.tier_id], (job,))

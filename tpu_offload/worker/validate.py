@@ -51,13 +51,14 @@ def job_error(job: CopyJob) -> str:
         return f"it has no {e.name}"
 
 
-def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_tiers: int) -> str:
+def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_ranks: int, num_tiers: int) -> str:
     """Why a storage job is invalid, in one line; empty if it is valid.
 
     Args:
       job: the job.
       slots: those whose memory is allocated, of each pool: of chunks, then of states if there are any.
-      num_tiers: the worker's storage tiers.
+      num_ranks: the worker's data-parallel ranks.
+      num_tiers: its storage tiers, of each rank.
     """
     try:
         chunks, deleted = job.chunks, job.deleted_keys
@@ -73,6 +74,8 @@ def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_tiers: int) -
             return f"slots {named!r:.100}; expected {expected or 'none: no memory is allocated yet'}"
         if len(set(keys)) < len(keys) or len(set(named)) < len(named) or len(set(deleted)) < len(deleted):
             return "a key or a slot occurs twice"
+        if type(job.rank) is not int or not 0 <= job.rank < num_ranks:
+            return f"rank {job.rank!r:.100}; this worker has {num_ranks}, from 0 on"
         if type(job.tier_id) is not int or not 0 <= job.tier_id < num_tiers:
             return f"tier {job.tier_id!r:.100}; this worker has {num_tiers}, from 0 on"
         if type(job.clears_storage) is not bool or (job.clears_storage and job.kind is not JobKind.CASCADE):

@@ -97,7 +97,7 @@ class OffloadWorker:
         worker_id = check_count("worker_id", worker_id)
         incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation)
         check_caches(layout, kv_caches)
-        check_ranks(config, layout, kv_caches)
+        check_ranks(layout, kv_caches)
         self._timeout_s = config.job_timeout_s
         self._jobs = WorkerJobs(clock)
         if config.enabled:
