@@ -1,9 +1,11 @@
 """Draws the setup of a run, with random settings and faults, from a seed."""
 
+import dataclasses
 import random
 from typing import Any
 
 from tests.multiprocess.messages import Faults, Setup, Transport
+from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 
 
 def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
@@ -23,11 +25,16 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
         num_rows=num_rows,
         settings=_draw_settings(
             rng, blocks_per_chunk, num_cpu_chunks * (1 + len(windows)), has_groups=bool(windows or num_rows)
-        ),
+        )
+        | _draw_storage(seed),
         host_segment_chunks=segment_chunks,
         swap_blocks=rng.choice((0, 6, 16)),
         max_ahead=rng.randint(0, 4),
-        faults={rank: _draw_faults(rng) for rank in range(num_processes) if rng.random() < 0.7},
+        faults={
+            rank: _with_storage_faults(_draw_faults(rng), seed, rank)
+            for rank in range(num_processes)
+            if rng.random() < 0.7
+        },
         transport=_draw_transport(rng),
         reset=_sometimes(rng, 0.03),
         restart=_sometimes(rng, 0.05),
@@ -67,6 +74,24 @@ def _draw_settings(
     return settings
 
 
+def _draw_storage(seed: int) -> dict[str, Any]:
+    """Settings of storage tiers, in half of the runs."""
+    rng = random.Random(f"{seed} storage")
+    tiers = rng.choice(((), (), (), (PRIVATE,), (SHARED,), (PRIVATE, SHARED)))
+    if not tiers:
+        return {}
+    drawn: dict[str, list[Any]] = {
+        "num_storage_chunks": [rng.choice((8, 40)) for _ in tiers],
+        "storage_write_on": [rng.choice(("save", "eviction")) for _ in tiers],
+        "storage_admission": [rng.choice(("all", "second_sighting")) for _ in tiers],
+    }
+    return {
+        "storage_tier": ";".join(tiers),
+        "storage_wait_s": 6,  # in steps, as all durations
+        "storage_lookup_wait_s": 4,
+    } | {name: ";".join(map(str, values)) for name, values in drawn.items()}
+
+
 def _draw_faults(rng: random.Random) -> Faults:
     return Faults(
         save=_sometimes(rng, 0.05),
@@ -76,6 +101,11 @@ def _draw_faults(rng: random.Random) -> Faults:
         slow=_sometimes(rng, 0.3),
         silence=_sometimes(rng, 0.2),
     )
+
+
+def _with_storage_faults(faults: Faults, seed: int, rank: int) -> Faults:
+    rng = random.Random(f"{seed} storage of {rank}")
+    return dataclasses.replace(faults, storage=_sometimes(rng, 0.1), frozen=_sometimes(rng, 0.04))
 
 
 def _draw_transport(rng: random.Random) -> Transport:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import final
 
 from tests.multiprocess.messages import BLOCK_SIZE, MAX_ROW_WRITES, MAX_WRITES, NULL_BLOCK, ROWS, Setup
-from tpu_offload import BlockHash, CachedPrefix, OffloadScheduler, ScheduledRequest, StepPlan, Update
+from tpu_offload import BlockHash, CachedPrefix, MatchState, OffloadScheduler, ScheduledRequest, StepPlan, Update
 
 NUM_DOCUMENTS = 6
 _MAX_REQUESTS, _MAX_BLOCKS = 8, 7
@@ -96,6 +96,8 @@ class Engine:
         self._loading: dict[str, Request] = {}
         self._swapped: dict[str, Request] = {}
         self._returning: dict[str, Request] = {}
+        self._has_storage = bool(setup.settings.get("storage_tier"))
+        self.is_arriving = False  # the request of the last `plan_audit`
         self._epoch = 0
         self._num_arrived = 0
         self._num_fillers = 0
@@ -122,8 +124,11 @@ class Engine:
         return self._scheduler.plan_step()
 
     def plan_audit(self, document: int) -> StepPlan:
-        """Plans a request that loads as much of a document as possible, when there is no other request."""
-        self._admit(f"audit {document}", _hashes(document, _MAX_BLOCKS))
+        """Plans a request that loads as much of a document as possible, when there is no other request.
+
+        Again as long as it `is_arriving`.
+        """
+        self.is_arriving = not self._admit(f"audit {document}", _hashes(document, _MAX_BLOCKS), patience=1.0)
         return self._scheduler.plan_step()
 
     @property
@@ -173,15 +178,27 @@ class Engine:
         rng = self._rng
         if len(self._running) + len(self._loading) < _MAX_REQUESTS and rng.random() < 0.7:
             self._num_arrived += 1
-            self._admit(f"r{self._num_arrived}", _hashes(rng.randrange(NUM_DOCUMENTS), rng.randint(1, _MAX_BLOCKS)))
+            request_id = f"r{self._num_arrived}"
+            hashes = _hashes(rng.randrange(NUM_DOCUMENTS), rng.randint(1, _MAX_BLOCKS))
+            if not self._admit(request_id, hashes, patience=0.8 if self._has_storage else 0.0):
+                self._scheduler.finish(request_id)  # a later one may find what arrives
 
-    def _admit(self, request_id: str, hashes: list[BlockHash]) -> None:
+    def _admit(self, request_id: str, hashes: list[BlockHash], *, patience: float) -> bool:
+        """Admits a request if there is room.
+
+        Returns:
+          False if it waits for what is on its way from storage, which it does with a probability of `patience`.
+        """
         num_tokens = len(hashes) * BLOCK_SIZE + 1
-        found = self._scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0).num_tokens
+        match = self._scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
+        if match.state is MatchState.ARRIVING and self._rng.random() < patience:
+            self.counts["arriving"] += 1
+            return False
+        found = match.num_tokens
         if not self._has_room(len(hashes)):
             self._scheduler.release(request_id)
             self._scheduler.finish(request_id)
-            return
+            return True
         if found and self._rng.random() < 0.1:
             found = 0  # an engine may take less than the promise
         num_found = found // BLOCK_SIZE
@@ -190,6 +207,7 @@ class Engine:
         request.loading = [self._seed(h) for h in hashes[:num_found]]
         (self._loading if found else self._running)[request_id] = request
         self.counts["requests"] += 1
+        return True
 
     def _leave(self) -> None:
         rng = self._rng

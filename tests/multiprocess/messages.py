@@ -27,6 +27,8 @@ class Faults:
       slow: a copy is ready at the third or fourth poll of its token, not at the first.
       misplaced: a load permutes its blocks without an error, to test that the rig detects it.
       silence: a step sends no report; a later report has its content.
+      storage: a call of a storage tier raises, or finds damaged or missing records.
+      frozen: storage does not answer for some steps.
     """
 
     save: float = 0.0
@@ -36,6 +38,8 @@ class Faults:
     slow: float = 0.0
     silence: float = 0.0
     misplaced: float = 0.0
+    storage: float = 0.0
+    frozen: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,10 @@ from tests.multiprocess.settings import make_config
 from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, StepPlan, Update
 
 _MAX_DRAIN_STEPS = 120
+_COUNTED = (
+    "saved_blocks", "loaded_blocks", "num_failed_jobs", "num_rejected_reports", "num_ignored_results",
+    "cascaded_chunks", "promoted_chunks",
+)  # fmt: skip
 _MAX_LATE = 4  # most steps by which a plan is late
 
 
@@ -110,7 +114,7 @@ class _Run:
     def end(self) -> None:
         """Adds the scheduler's counters."""
         stats = self._scheduler.stats()
-        for name in ("saved_blocks", "loaded_blocks", "num_failed_jobs", "num_rejected_reports", "num_ignored_results"):
+        for name in _COUNTED:
             self.counts[name] = getattr(stats, name)
         self.counts.update(self._engine.counts)
         self.counts["losses of caches"] = sum(self._known_losses)
@@ -132,6 +136,9 @@ class _Run:
         """Loads a document as far as it is in the host tier, and compares it."""
         self._step_alone(self._engine.plan_audit(document))
         for _ in range(_MAX_DRAIN_STEPS):
+            if self._engine.is_arriving:
+                self._step_alone(self._engine.plan_audit(document))
+                continue
             if not self._engine.is_loading:
                 break
             self._step_alone(self._scheduler.plan_step())

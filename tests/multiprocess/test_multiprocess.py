@@ -8,6 +8,7 @@ import pytest
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.messages import Faults, Setup, Transport
 from tests.multiprocess.run import run_setup
+from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 
 STAGED = {"save_path": "staged", "load_path": "staged"}
 LATE_AND_LOST = Transport(plan_again=0.2, plan_late=0.1, report_lost=0.1, report_again=0.1)
@@ -26,6 +27,16 @@ def run(processes):
         return run_setup(processes, Setup(**{"num_steps": 50, "swap_blocks": 12} | setup))
 
     return run
+
+
+def storage(*tiers, num_chunks=40, **settings):
+    return {
+        "storage_tier": ";".join(tiers),
+        "num_storage_chunks": ";".join([str(num_chunks)] * len(tiers)),
+        "num_cpu_chunks": 12,
+        "storage_wait_s": 6,  # steps
+        "storage_lookup_wait_s": 4,
+    } | settings
 
 
 def assert_right(outcome):
@@ -67,6 +78,28 @@ def test_layer_groups(run, windows, num_rows):
     assert outcome.dispatched[0] == outcome.dispatched[1]
     faults = {0: Faults(save=0.05), 1: Faults(load=0.05, caches=0.02)}
     assert_right(run(seed=5, settings=settings, **model, faults=faults, restart=0.03, max_ahead=2))
+
+
+@pytest.mark.parametrize("tiers", [(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], ids=["private", "shared", "both"])
+def test_storage(run, tiers):
+    """Each process stores its own shards; what one cannot write or read is not loaded on the others."""
+    outcome = run(seed=1, settings=storage(*tiers), faults={0: Faults(slow=0.3), 1: Faults(silence=0.2)})
+    assert_right(outcome)
+    assert outcome.counts["promoted_chunks"] > 5
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+    faults = {0: Faults(storage=0.2, save=0.05, segment=0.02), 1: Faults(storage=0.1, frozen=0.1, load=0.05)}
+    settings = storage(*tiers, storage_write_on="eviction", num_chunks=9)
+    outcome = run(seed=2, settings=settings, faults=faults, reset=0.02, restart=0.05, restart_without_caches=0.5)
+    assert_right(outcome)
+    assert outcome.counts["cascaded_chunks"] > 5
+
+
+def test_storage_of_layer_groups(run):
+    settings = storage(PRIVATE, SHARED, num_chunks=60) | {"num_cpu_chunks": 24, "state_share": 0.25}
+    faults = {0: Faults(storage=0.1), 1: Faults(frozen=0.05)}
+    outcome = run(seed=3, num_steps=80, settings=settings, windows=(9,), num_rows=40, num_blocks=80, faults=faults)
+    assert_right(outcome)
+    assert outcome.counts["promoted_chunks"] > 5
 
 
 @pytest.mark.parametrize("num_chunks", [9, 12])

@@ -18,6 +18,7 @@ from tests.multiprocess.device import Device
 from tests.multiprocess.faulty import DispatchLog
 from tests.multiprocess.messages import Begin, End, Faults, Reply, Setup, Step
 from tests.multiprocess.settings import available_nbytes, make_config
+from tests.multiprocess.stepped_storage import SteppedStorage
 from tpu_offload import CachesLostError, OffloadError, OffloadWorker, StepPlan, StepReport
 from tpu_offload.engine.host_process import join_hosts
 from tpu_offload.kernels.programs import Program
@@ -49,6 +50,7 @@ class WorkerRun:
         self.log = DispatchLog(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
         self.num_losses = 0
         self.incarnation = 0
+        self.storage = SteppedStorage(self.log.faults.storage, self.log.faults.frozen, seed=f"{setup.seed} {rank}")
         self.worker = self._start_worker()
 
     def step(self, step: Step) -> Reply:
@@ -72,11 +74,13 @@ class WorkerRun:
         return self._reply(step, garbage)
 
     def close(self) -> End:
+        self.storage.end()
         self.worker.close()
         return End(tuple(self.log.dispatched))
 
     def _reply(self, step: Step, garbage: bool) -> Reply:
         report: StepReport | None = None
+        self.storage.step(self.worker)
         if not self.log.happens(self.log.faults.silence):
             report = self.worker.poll()
         wrong = () if step.expected is None else self.device.wrong_blocks(self.caches, step.expected)
@@ -96,6 +100,7 @@ class WorkerRun:
         self.caches = self.device.renew(self.caches)
 
     def _restart(self, *, without_caches: bool, known_losses: int) -> None:
+        self.storage.end()
         self.worker.close()
         if without_caches:
             self._lose_caches()

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import threading
 import time
-import types
 
 import jax
 import numpy as np
@@ -675,21 +674,6 @@ def test_what_is_written_begins_at_a_huge_page():
     engine.step(saves=[cascade])
     assert engine.done(cascade).state is FINISHED
     assert [start % 2**21 for start in starts] == [0]
-
-
-def test_several_hosts_are_refused_in_one_line():
-    sharding = types.SimpleNamespace(is_fully_addressable=False)
-    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=1)
-    layout = Engine().layout
-    with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_STORAGE_TIER=.* several hosts is not supported yet"):
-        storage_stack.StorageStack(
-            config,
-            layout,
-            [types.SimpleNamespace(sharding=sharding)],
-            memories=[],
-            jobs=None,  # type: ignore[arg-type]
-            worker_id=0,
-        )
 
 
 def test_a_tier_that_is_not_there_ends_the_start():

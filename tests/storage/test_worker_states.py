@@ -88,7 +88,7 @@ class StateEngine(EngineBase):
         }
         super().__init__(rng, caches, layout, host | storage | settings)
         self.worker.wait_until_allocated()
-        pools = self.worker._storage._pools
+        (pools,) = self.worker._storage._pools
         self.first_state = pools[1].first_slot if len(pools) > 1 else sys.maxsize
         self.step_id = 0
 
@@ -386,7 +386,7 @@ def test_a_promotion_makes_its_slot_readable():
 
 def test_a_slot_of_neither_pool_fails_its_job():
     engine = StateEngine()
-    chunks, states = (pool.slots for pool in engine.worker._storage._pools)
+    chunks, states = (pool.slots for pool in engine.worker._storage._pools[0])
     assert chunks.start == 0 < chunks.stop < states.start == engine.first_state < states.stop
     assert engine.first_state == engine.worker.poll().setup.segment_chunks * (NUM_SEGMENTS - 1), "one is for states"
     for slot in (-1, chunks.stop, states.start - 1, states.stop):
@@ -405,7 +405,7 @@ def divide(engine, number, chunks, states):
 
 def test_slots_follow_the_division_of_memory():
     engine, stored = engine_with_a_state()
-    last = engine.worker._storage._pools[1].slots[-1]
+    last = engine.worker._storage._pools[0][1].slots[-1]
     divide(engine, 1, 5, 15)
     host = engine.host()
     engine.run(engine.promote((state(1), last + 5)))
@@ -422,7 +422,7 @@ def test_slots_follow_the_division_of_memory():
 @pytest.mark.parametrize("when", ["while it is read", "while it is written"])
 def test_a_promotion_into_memory_that_is_freed_fails(when, monkeypatch):
     engine, stored = engine_with_a_state()
-    last = engine.worker._storage._pools[1].slots[-1]
+    last = engine.worker._storage._pools[0][1].slots[-1]
     slow: list[Any] = []
     if when == "while it is read":
         engine.disk.gates["read"] = gate = threading.Event()

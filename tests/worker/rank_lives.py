@@ -15,6 +15,7 @@ from typing import Any
 from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
 from tests.multiprocess.messages import BLOCK_SIZE, MAX_WRITES, NUM_LAYERS, Setup
 from tests.multiprocess.settings import available_nbytes, make_config
+from tests.multiprocess.stepped_storage import PRIVATE, SHARED, SteppedStorage
 
 PAGE_SHAPE = BLOCK_SIZE, 2, 2, 8
 _AUDIT_STEPS = 12
@@ -42,6 +43,22 @@ class Faulty:
             raise RuntimeError("made to fail")
 
 
+def storage_of(seed: int) -> dict[str, Any]:
+    """Settings of storage tiers, none in a fifth of the lives."""
+    rng = random.Random(f"{seed} storage")
+    tiers = rng.choice(((), (PRIVATE,), (PRIVATE,), (SHARED,), (PRIVATE, SHARED)))
+    if not tiers:
+        return {}
+    return {
+        "num_cpu_chunks": rng.choice((6, 12)),
+        "storage_tier": ";".join(tiers),
+        "num_storage_chunks": ";".join(str(rng.choice((8, 30))) for _ in tiers),
+        "storage_write_on": rng.choice(("save", "eviction")),
+        "storage_wait_s": 6,  # steps
+        "storage_lookup_wait_s": 4,
+    }
+
+
 @functools.cache
 def content(seed: int) -> Any:
     """The KV of one block as bits: u16[num_layers, *page_shape]."""
@@ -57,15 +74,18 @@ class Lives:
       seed: random seed.
       num_ranks: at least two.
       faults: probability that a dispatch fails.
+      storage_faults: probability that a call of storage fails; half of it, that storage freezes in a step.
       settings: of the library.
     """
 
-    def __init__(self, seed: int, *, num_ranks: int = 4, faults: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, seed: int, *, num_ranks: int = 4, faults: float = 0.0, storage_faults: float = 0.0, **settings: Any
+    ) -> None:
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        from tpu_offload import KVLayout, OffloadScheduler, OffloadWorker, RankPlans
+        from tpu_offload import KVLayout, OffloadScheduler, RankPlans
 
         self._rng = random.Random(f"{seed} ranks")
         setup = Setup(num_blocks=24, swap_blocks=10, reset=0.01, settings=settings)
@@ -75,27 +95,45 @@ class Lives:
         self.caches = [jax.device_put(zeros, sharding) for _ in range(NUM_LAYERS)]
         self.layout = KVLayout.from_caches(self.caches, block_size=BLOCK_SIZE)
         config = make_config(setup, self.layout)
-        self.worker = OffloadWorker(
-            config,
-            self.layout,
-            self.caches,
-            available=available_nbytes(setup, self.layout, 0),
-            wrap_copier=lambda copier, arena: Faulty(copier, self._rng, faults),  # type: ignore[arg-type,return-value]
-        )
-        self.worker.wait_until_allocated()
+        self._faults, self._config, self._setup = faults, config, setup
+        self.storage = SteppedStorage(storage_faults, storage_faults / 2, seed=f"{seed} ranks")
+        self.num_steps = 0
+        self.worker = self._start_worker()
         self.ranks = RankPlans(num_ranks)
         self.num_blocks = setup.num_blocks
-        self.schedulers = [OffloadScheduler(config, self.layout) for _ in range(num_ranks)]
+        self.schedulers = [
+            OffloadScheduler(config, self.layout, clock=lambda: float(self.num_steps)) for _ in range(num_ranks)
+        ]
         self.engines = [
-            Engine(Setup(seed=seed * num_ranks + rank, num_blocks=24, swap_blocks=10, reset=0.01), scheduler)
+            Engine(
+                Setup(seed=seed * num_ranks + rank, num_blocks=24, swap_blocks=10, reset=0.01, settings=settings),
+                scheduler,
+            )
             for rank, scheduler in enumerate(self.schedulers)
         ]
         self.num_checked = 0
         self._write = jax.jit(_write, donate_argnums=0, out_shardings=[sharding] * NUM_LAYERS)
 
+    def _start_worker(self) -> Any:
+        from tpu_offload import OffloadWorker
+
+        worker = OffloadWorker(
+            self._config,
+            self.layout,
+            self.caches,
+            available=available_nbytes(self._setup, self.layout, 0),
+            wrap_copier=lambda copier, arena: Faulty(copier, self._rng, self._faults),  # type: ignore[arg-type,return-value]
+            clock=lambda: float(self.num_steps),
+        )
+        worker.wait_until_allocated()
+        return worker
+
     @property
     def counts(self) -> list[Counter[str]]:
         """What happened, by rank."""
+        for engine, scheduler in zip(self.engines, self.schedulers, strict=True):
+            stats = scheduler.stats()
+            engine.counts |= {"stored": stats.cascaded_chunks, "promoted": stats.promoted_chunks}
         return [engine.counts for engine in self.engines]
 
     def run(self, num_steps: int) -> None:
@@ -111,11 +149,17 @@ class Lives:
         for document in range(NUM_DOCUMENTS):
             self._step([engine.plan_audit(document) for engine in self.engines])
             for _ in range(_AUDIT_STEPS):
-                self._step([scheduler.plan_step() for scheduler in self.schedulers])
+                self._step(
+                    [
+                        engine.plan_audit(document) if engine.is_arriving else scheduler.plan_step()
+                        for engine, scheduler in zip(self.engines, self.schedulers, strict=True)
+                    ]
+                )
             self._step([engine.plan_end() for engine in self.engines])
 
     def close(self) -> None:
         """Frees the host memory."""
+        self.storage.end()
         self.worker.close()
 
     def _step(self, plans: list[Any], writes: list[dict[int, int]] = ()) -> None:  # type: ignore[assignment]
@@ -126,7 +170,9 @@ class Lives:
             self.caches = self.worker.begin_step(plan, self.caches)
         self._forward(writes)
         self.worker.end_step(plan, self.caches)
-        reports = self.ranks.split(self.worker.poll(wait=self._rng.random() < 0.3))
+        self.num_steps += 1
+        self.storage.step(self.worker)
+        reports = self.ranks.split(self.worker.poll(wait=self._rng.random() < 0.3 and not self.storage.is_frozen))
         for engine, scheduler, report in zip(self.engines, self.schedulers, reports, strict=True):
             engine.take(scheduler.apply(report))
             scheduler.check_invariants()
@@ -167,7 +213,13 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     total: Counter[str] = Counter()
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        lives = Lives(seed, faults=(seed % 3) * 0.05, max_load_gb_per_step=1e-6 if seed % 2 else 0)
+        lives = Lives(
+            seed,
+            faults=(seed % 3) * 0.05,
+            storage_faults=(seed // 3 % 2) * 0.05,
+            max_load_gb_per_step=1e-6 if seed % 2 else 0,
+            **storage_of(seed),
+        )
         lives.run(args.steps)
         lives.close()
         total.update({"steps": args.steps * len(lives.engines), "checked": lives.num_checked})

@@ -312,7 +312,7 @@ def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch)
     engine = Engine(**STORAGE)
     engine.run(engine.save(range(12), range(12)))
     engine.run(engine.move(JobKind.CASCADE, (1, 0)))
-    first, second, *_ = engine.worker._storage._copiers
+    first, second, *_ = engine.worker._storage._copiers[0]
     write = first.write
     monkeypatch.setattr(first, "write", lambda *args: (write(*args), Poisoned())[1])
     monkeypatch.setattr(second, "write", broken(INJECTED))

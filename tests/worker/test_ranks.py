@@ -1,6 +1,7 @@
 """Data-parallel ranks: their plans in one, their bytes apart."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.inside import tier_groups
-from tests.jobs import copy_job
-from tests.storage.memory_tier import NAME
+from tests.jobs import copy_job, key_of, storage_job
+from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 from tests.worker.rank_lives import Lives
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadConfig, OffloadWorker, RankPlans
+from tpu_offload.kernels import part_of_rank
 from tpu_offload.types import JobKind, StepPlan, StepReport
+from tpu_offload.worker import storage_stack
 
 
 def caches_of_ranks(num_ranks=4, num_blocks=8):
@@ -42,6 +45,86 @@ def test_every_byte_of_every_rank_is_right(caplog, faults, settings):
     assert bool(failed) == (faults > 0)
     assert lives.num_checked > 2000
     lives.close()
+
+
+STORAGE: dict[str, Any] = {"storage_wait_s": 6, "storage_lookup_wait_s": 4, "num_cpu_chunks": 10}
+
+
+@pytest.mark.parametrize("faults", [0.0, 0.06])
+@pytest.mark.parametrize("tiers", [(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], ids=["private", "shared", "both"])
+def test_every_byte_of_every_rank_comes_back_from_storage(tiers, faults):
+    settings = STORAGE | {"storage_tier": ";".join(tiers), "num_storage_chunks": ";".join(["30"] * len(tiers))}
+    lives = Lives(7, faults=faults / 2, storage_faults=faults, **settings)
+    lives.run(50)
+    assert sum(counts["stored"] for counts in lives.counts) > 40
+    assert sum(counts["promoted"] for counts in lives.counts) > 20
+    assert lives.num_checked > 2000
+    lives.close()
+
+
+def test_storage_of_one_rank_in_the_memory_of_another_is_noticed(monkeypatch):
+    of_pair = lambda spec, arena, rank: part_of_rank(spec, arena, rank // 2 * 2)
+    monkeypatch.setattr(storage_stack, "part_of_rank", of_pair)
+    lives = Lives(7, **STORAGE, storage_tier=PRIVATE, num_storage_chunks=30)
+    with pytest.raises(AssertionError, match=r"rank \d block="):
+        lives.run(50)
+    lives.close()
+
+
+def test_each_rank_has_files_of_its_own_and_finds_them_again(tmp_path):
+    def start():
+        caches = caches_of_ranks(2)
+        layout = KVLayout.from_caches(caches, block_size=4)
+        config = OffloadConfig.create(
+            num_cpu_chunks=8,
+            storage_tier="file",
+            storage_options=str(tmp_path),
+            num_storage_chunks=4,
+            skip_jax_precompile=True,
+        )
+        worker = OffloadWorker(config, layout, caches)
+        worker.wait_until_allocated()
+        return worker, caches, RankPlans(2)
+
+    def run(worker, caches, ranks, *plans):
+        plan = ranks.merge(plans)
+        worker.end_step(plan, worker.begin_step(plan, caches))
+        reports = [ranks.split(worker.poll())]
+        while worker.has_flights:
+            reports.append(ranks.split(worker.poll(wait=True)))
+        return reports
+
+    worker, caches, ranks = start()
+    values = np.arange(caches[0].size, dtype=np.uint16).reshape(caches[0].shape)
+    caches = [jax.device_put(values + i, cache.sharding) for i, cache in enumerate(caches)]
+    saves = [StepPlan(step_id=1, jobs=(save(1), save(2, block=rank)), next_job_id=3) for rank in range(2)]
+    run(worker, caches, ranks, *saves)
+    jobs = [storage_job(3, JobKind.CASCADE, [(5 + rank, rank)]) for rank in range(2)]
+    reports = run(worker, caches, ranks, *(StepPlan(step_id=2, jobs=(job,), next_job_id=4) for job in jobs))
+    results = [[r for report in reports for r in report[rank].results] for rank in range(2)]
+    assert [[(r.job_id, r.state) for r in own] for own in results] == [[(3, JobState.FINISHED)]] * 2
+    worker.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
+
+    worker, _, ranks = start()
+    setups = [report.setup for report in ranks.split(worker.poll())]
+    assert [setup.stored_keys for setup in setups] == [((key_of(5),),), ((key_of(6),),)]
+    assert [setup.storage_chunks for setup in setups] == [(4,)] * 2
+    worker.close()
+
+
+def test_reports_tell_each_rank_of_its_own_jobs_in_storage():
+    """One that hangs there has not ended, however many later jobs have, and delays no other."""
+    ranks = RankPlans(2)
+    jobs = (storage_job(1, JobKind.CASCADE, [(1, 1)]), save(2))
+    ranks.merge([StepPlan(step_id=1, jobs=jobs, next_job_id=3), StepPlan(step_id=1, jobs=jobs[1:], next_job_id=3)])
+    report = dataclasses.replace(finished(2, 3, oldest=4), storage_job_ids=(1,))
+    first, second = ranks.split(report)
+    assert (first.storage_job_ids, first.oldest_job_id) == ((1,), 3)
+    assert (second.storage_job_ids, second.oldest_job_id) == ((), 3)
+    assert ranks.job_id(0, 1) == 1
+    first, _ = ranks.split(finished(1, oldest=4))
+    assert ([r.job_id for r in first.results], first.storage_job_ids, first.oldest_job_id) == ([1], (), 3)
 
 
 def test_copies_of_a_rank_to_the_places_of_another_are_noticed():
@@ -165,7 +248,6 @@ def test_a_missing_rank_is_an_error():
     ("settings", "message"),
     [
         ({"load_path": "staged"}, "TPU_OFFLOAD_LOAD_PATH=staged: the KV caches are split over 4 data-parallel ranks"),
-        ({"storage_tier": NAME, "num_storage_chunks": 4}, "4 data-parallel ranks, which storage does not support"),
     ],
 )
 def test_settings_that_ranks_do_not_support(settings, message):

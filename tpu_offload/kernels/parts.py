@@ -39,28 +39,33 @@ def part_of_rank(spec: TransferSpec, arena: ArenaView, rank: int) -> Part:
 
 @final
 class _PartView:
-    """See `ArenaView`. Only between `segment` and `replace` of a donated part are arrays of the segment deleted."""
+    """See `ArenaView`. Arrays of the segment are deleted from the donation of its part to `replace`."""
 
     def __init__(self, arena: ArenaView, part: TransferSpec, devices: Sequence[Any]) -> None:
         self._arena = arena
         self._structs = part.segment_structs()
         self._devices = devices
+        # Per stripe, the shards of the last segment that was asked for: an array of which a shard is deleted does not
+        # give them. They hold no memory that the segment does not hold, and go with it.
+        self._shards: list[dict[Any, jax.Array]] = []
 
     def segment(self, segment_id: int) -> Segment:
-        part: Segment = []
-        for stripe, struct in zip(self._arena.segment(segment_id), self._structs, strict=True):
-            shards = _shards(stripe)
-            own = [shards[device] for device in self._devices]
-            part.append(jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, own))
-        return part
+        self._shards = list(map(_shards_of, self._arena.segment(segment_id)))
+        return [
+            jax.make_array_from_single_device_arrays(
+                struct.shape, struct.sharding, [shards[device] for device in self._devices]
+            )
+            for shards, struct in zip(self._shards, self._structs, strict=True)
+        ]
 
     def replace(self, segment_id: int, segment: Segment) -> None:
         whole: Segment = []
-        for stripe, own in zip(self._arena.segment(segment_id), segment, strict=True):
-            shards = list((_shards(stripe) | _shards(own)).values())
-            whole.append(jax.make_array_from_single_device_arrays(stripe.shape, stripe.sharding, shards))
+        for old, shards, own in zip(self._arena.segment(segment_id), self._shards, segment, strict=True):
+            new = list((shards | _shards_of(own)).values())
+            whole.append(jax.make_array_from_single_device_arrays(old.shape, old.sharding, new))
         self._arena.replace(segment_id, whole)
+        self._shards = []
 
 
-def _shards(array: jax.Array) -> dict[Any, jax.Array]:
-    return {shard.device: shard.data for shard in array.addressable_shards}
+def _shards_of(stripe: jax.Array) -> dict[Any, jax.Array]:
+    return {shard.device: shard.data for shard in stripe.addressable_shards}
