@@ -63,7 +63,9 @@ def test_every_byte_of_every_rank_comes_back_from_storage(tiers, faults):
 
 
 def test_storage_of_one_rank_in_the_memory_of_another_is_noticed(monkeypatch):
-    of_pair = lambda spec, arena, rank: part_of_rank(spec, arena, rank // 2 * 2)
+    def of_pair(spec, arena, rank):
+        return part_of_rank(spec, arena, rank // 2 * 2)
+
     monkeypatch.setattr(storage_stack, "part_of_rank", of_pair)
     lives = Lives(7, **STORAGE, storage_tier=PRIVATE, num_storage_chunks=30)
     with pytest.raises(AssertionError, match=r"rank \d block="):

@@ -66,8 +66,8 @@ def command(
         raise InputError(f"--processes {processes} with --preempt; expected one of them")
     if devices is not None and processes == 1:
         raise InputError(f"--devices {devices} requires --processes of at least 2")
-    if restarts and (is_preempt or processes > 1):
-        raise InputError("--restart with --preempt or --processes; expected one of them")
+    if restarts and is_preempt:
+        raise InputError("--restart with --preempt; expected one of them")
     offload = OffloadConfig.from_env()
     if restarts and not offload.has_storage:
         raise InputError("--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER, such as file, and its size")
@@ -80,11 +80,11 @@ def command(
     num_devices = processes * (devices or _DEFAULT_NUM_DEVICES) if processes > 1 else 1
     options = serving_options(flags, engine=_SIZES, model=_model_for(num_devices))
     sized = comparison.size_setup(options, offload)
+    compare = restart.serve_and_restart if restarts else comparison.serve_twice
     if processes == 1:
-        compare = restart.serve_and_restart if restarts else comparison.serve_twice
         return _print_report(sized, _report(compare, sized, sized, json, argv))
     with setup.start_hosts(sized.model, num_hosts=processes, num_devices=num_devices // processes) as hosts:
-        on_hosts = functools.partial(comparison.serve_twice, hosts=hosts)
+        on_hosts = functools.partial(compare, hosts=hosts)
         return _print_report(sized, _report(on_hosts, sized, sized, json, argv))
 
 

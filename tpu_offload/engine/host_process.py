@@ -169,8 +169,8 @@ class _Host:
     def end_step(self, plan: StepPlan) -> None:
         self.worker.end_step(plan, self.runner.kv_caches)
 
-    def poll(self, wait: bool) -> StepReport:
-        return self.worker.poll(wait=wait)
+    def poll(self, wait: bool, wait_s: float) -> StepReport:
+        return self.worker.poll(wait=wait, wait_s=wait_s)
 
     def wait_until_allocated(self) -> None:
         self.worker.wait_until_allocated()

@@ -11,6 +11,7 @@ kills the others, the engine's connections break, and the call at hand raises `H
 """
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -300,9 +301,9 @@ class HostWorkers:
         """See `OffloadWorker.end_step`."""
         self._hosts.tell("end_step", plan)
 
-    def poll(self, *, wait: bool = False) -> list[StepReport]:
-        """The reports of all workers; with `wait`, each waits for its own copies."""
-        return self._hosts.ask("poll", wait)
+    def poll(self, *, wait: bool = False, wait_s: float = math.inf) -> list[StepReport]:
+        """The reports of all workers; with `wait`, each waits for its own copies, no longer than `wait_s`."""
+        return self._hosts.ask("poll", wait, wait_s)
 
     def fused_step(self) -> FusedStep:
         """No copies: those inside the forward pass are for one host."""

@@ -293,7 +293,7 @@ class Offloading:
         wait_s = max(0.0, self._arriving_until_s - self._clock())
         self._arriving_until_s = math.inf
         if isinstance(worker, HostWorkers):
-            reports: List[StepReport] = worker.poll(wait=wait)  # without storage
+            reports: List[StepReport] = worker.poll(wait=wait, wait_s=wait_s)
         else:
             reports = self._relay(worker.poll(wait=wait, wait_s=wait_s))
         if len(reports) == 1:

@@ -92,12 +92,16 @@ def serve_twice(
     report = report_runs(setup, baseline, offload, stats or OffloadStats())
     if stats and offload.complete and hosts is None:
         report["offload"]["transfers"]["copy_rates"] = _copy_rates(setup)
-    num_processes, num_devices = (hosts.num_hosts, hosts.num_devices) if hosts else (1, 1)
     return {
         **report,
-        "processes": {"num": num_processes, "num_devices": num_devices},
+        "processes": describe_processes(hosts),
         **outcome([difference.as_dict() for difference in differences], num_compared),
     }
+
+
+def describe_processes(hosts: Hosts | None) -> dict[str, int]:
+    """Which processes ran the model, for the JSON file."""
+    return {"num": hosts.num_hosts, "num_devices": hosts.num_devices} if hosts else {"num": 1, "num_devices": 1}
 
 
 def report_runs(setup: Setup, baseline: ServedRun, offload: ServedRun, stats: OffloadStats) -> dict[str, Any]:

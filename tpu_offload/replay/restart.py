@@ -1,19 +1,31 @@
 """Serves a workload with offloading, stops, and serves it again with a new engine above the same storage."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from tpu_offload.engine import Engine
+from tpu_offload.engine import Engine, Hosts
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.replay.comparison import find_differences, offload_numbers, outcome, report_runs, run_numbers
+from tpu_offload.replay.comparison import (
+    describe_processes,
+    find_differences,
+    offload_numbers,
+    outcome,
+    report_runs,
+    run_numbers,
+)
 from tpu_offload.replay.serving import Record
 from tpu_offload.replay.setup import Setup, layout_of, serve_once
 from tpu_offload.types import BlockHash
 
 
 def serve_and_restart(
-    setup: Setup, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
+    setup: Setup,
+    *,
+    start: Callable[[str], Callable[[], None]],
+    stop: Callable[[], bool],
+    hosts: Hosts | None = None,
 ) -> dict[str, Any]:
     """Serves a workload without offloading, with it, and with it once more; returns the report.
 
@@ -23,6 +35,7 @@ def serve_and_restart(
       setup: workload and sizes, with a storage tier.
       start: called with the name of each run; returns a function to call after each of its requests.
       stop: called before each step; True ends the run.
+      hosts: the processes that run the model in all runs. They go on; their workers and caches are made anew.
     """
     stored: set[BlockHash] = set()
 
@@ -31,9 +44,10 @@ def serve_and_restart(
             engine.settle()
         stored.update(engine.stored_block_hashes())
 
-    baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop)
-    first, first_stats = serve_once(setup, setup.offload, on_finish=start("offload"), stop=stop, on_end=note_stored)
-    again, stats = serve_once(setup, setup.offload, on_finish=start("after the restart"), stop=stop)
+    serve = functools.partial(serve_once, setup, stop=stop, hosts=hosts)
+    baseline, _ = serve(None, on_finish=start("baseline"))
+    first, first_stats = serve(setup.offload, on_finish=start("offload"), on_end=note_stored)
+    again, stats = serve(setup.offload, on_finish=start("after the restart"))
     differences = []
     num_compared = 0
     for name, run in ("offload", first), ("after the restart", again):
@@ -44,7 +58,7 @@ def serve_and_restart(
     before = run_numbers(first, block_size=block_size) | offload_numbers(first_stats or OffloadStats())
     return {
         **report_runs(setup, baseline, again, stats),
-        "processes": {"num": 1, "num_devices": 1},
+        "processes": describe_processes(hosts),
         **outcome([difference.as_dict() for difference in differences], num_compared),
         "before_restart": before,
         "restart": restart_numbers(
