@@ -3,6 +3,7 @@
 import pytest
 
 from tests.adapters.llm_client import Process, conversations, ours, tokens
+from tests.storage.memory_tier import SHARED
 
 pytestmark = pytest.mark.vllm
 
@@ -85,6 +86,55 @@ def test_sliding_windows_and_states_of_both_ranks(ranked, model, num_saved):
     for name in ("num_blocks", "num_rows"):
         assert len({rank[name] for outcome in (plain, ours_) for rank in outcome["end"]["ranks"]}) == 1
     check_end(ours_)
+
+
+@pytest.mark.parametrize("model", [MODEL, "gemma3", "qwen3.5", "deepseek"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_another_engine_finds_what_both_ranks_have_in_files(ranked, tmp_path, model, async_scheduling):
+    """Each rank has files of its own; in the second engine requests go to the rank that has their prefix there."""
+    documents = [tokens(f"document {i}", 100) for i in range(4)]
+    read = {"do": "generate", "prompts": documents}
+    first = {"do": "generate", "prompts": [tokens("first", 20)]}  # from its step on the ranks know what they have
+    engine = MANY | {"num_gpu_blocks_override": 80, "async_scheduling": async_scheduling}
+    if model != MODEL:
+        engine |= {"tensor_parallel_size": 2}
+    if model == "deepseek":
+        engine |= {"block_size": 32}
+    spec = {"model": model, "engine": engine, "steps": [first, read, {"do": "drain"}]}
+    storage = {
+        "storage_tier": "file",
+        "storage_options": f"{tmp_path / 'kv'},min_free_gb=0",
+        "num_storage_chunks": 200,
+        "storage_wait_s": 60.0,
+    }
+    plain = ranked.run(spec)
+    one, other = (ranked.run(spec | {"connector": ours(**storage)}) for _ in range(2))
+    assert answers(one) == answers(other) == answers(plain)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-1"]
+    assert min(stats(one, "cascaded_chunks")) > 0
+    assert min(stats(other, "restored_chunks")) > 0
+    assert min(stats(other, "promoted_chunks")) > 0
+    assert other["steps"][1]["cached"] == [96] * 4
+    assert sum(stats(other, "num_failed_jobs")) == 0
+    check_end(other)
+
+
+def test_ranks_find_what_the_others_have_in_a_shared_tier(ranked):
+    """As engines of one server do: wherever a request is sent, its prefix is there."""
+    prompt = tokens("document", 100)
+    steps = [
+        {"do": "generate", "prompts": [prompt]},
+        {"do": "drain"},
+        {"do": "generate", "prompts": [[*prompt, 5 + i] for i in range(4)]},
+    ]
+    connector = ours(storage_tier=SHARED, num_storage_chunks=100, storage_wait_s=60.0, storage_lookup_wait_s=60.0)
+    spec = {"model": MODEL, "engine": MANY, "steps": steps}
+    outcome = ranked.run(spec | {"connector": connector})
+    assert answers(outcome) == answers(ranked.run(spec))
+    assert outcome["steps"][-1]["cached"] == [96] * 4
+    assert sorted(stats(outcome, "cascaded_chunks")) == [0, 6]
+    assert max(stats(outcome, "promoted_chunks")) > 0
+    check_end(outcome)
 
 
 def test_copies_to_the_places_of_another_rank_are_noticed(ranked):

@@ -125,6 +125,14 @@ def test_what_the_host_tier_has_lost_comes_from_storage(num_rows, write_on):
     assert serve(engine, "again", A) == 6 * BLOCK_SIZE
 
 
+def test_a_router_is_told_of_the_last_checkpoint_in_storage(num_rows):
+    engine = away(num_rows=num_rows)
+    hashes: list[BlockHash] = []
+    engine.hasher.extend(hashes, A)
+    assert engine.scheduler.num_cached_tokens(hashes, num_tokens=len(A) + 1) == 6 * BLOCK_SIZE
+    assert engine.scheduler.num_cached_tokens(hashes, num_tokens=6 * BLOCK_SIZE) < 6 * BLOCK_SIZE
+
+
 def test_chunks_without_a_checkpoint_are_not_read(num_rows):
     engine = away(num_rows=num_rows)
     records = engine.scheduler._storage.tiers[0].records

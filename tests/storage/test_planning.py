@@ -154,6 +154,17 @@ def test_a_lookup_has_storage_read_and_finds_it():
     assert stats.num_dropped_promotions == 0
 
 
+def test_a_router_is_told_of_what_storage_has_and_nothing_is_read():
+    engine = away()
+    ask = engine.scheduler.num_cached_tokens
+    hashes = engine.hashes(A)
+    assert ask(hashes, num_tokens=16) == 15, "a token is left to compute"
+    assert ask(hashes[:2], num_tokens=11) == 8
+    assert states(engine, A) == [None] * 4
+    engine.scheduler._storage.tiers[0].records.forget(engine.keys(A)[1])
+    assert ask(hashes, num_tokens=16) == 4
+
+
 def test_the_wait_ends_in_time_and_the_chunks_come_all_the_same():
     engine = away(storage_wait_s=3.0, save_wait_s=100.0)
     assert engine.match("a", A).until_s == engine.clock.now_s + 3.0

@@ -202,7 +202,9 @@ class OffloadScheduler:
         return self._loads.answer(request, num_found, storage=self._storage)
 
     def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
-        """Tokens at the beginning of a prompt that could be loaded now. For a router: promises and changes nothing.
+        """Tokens at the beginning of a prompt that could be loaded, now or once they have been read from storage.
+
+        For a router: promises and changes nothing. Of shared tiers only what is known without asking.
 
         Args:
           block_hashes: hashes of the full blocks of the prompt, from the first on.
@@ -214,7 +216,9 @@ class OffloadScheduler:
         num_tokens, _ = check_match(name, block_hashes, num_tokens=num_tokens, num_computed_tokens=0, limits=None)
         if not self._enabled:
             return 0
-        return self._loads.num_cached_tokens(self._requests.new(name), block_hashes, num_tokens=num_tokens)
+        request = self._requests.new(name)
+        num_found = self._loads.num_cached_tokens(request, block_hashes, num_tokens=num_tokens)
+        return max(num_found, min(self._storage.num_reachable_tokens(request), num_tokens - 1))
 
     def release(self, request_id: str) -> None:
         """Releases what `match` promised; does nothing without a promise."""

@@ -160,6 +160,18 @@ class TierStack:
             request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
         return request.storage_wait_s or 0.0
 
+    def num_reachable_tokens(self, request: RequestState) -> int:
+        """Tokens at the beginning of a prompt that the host tier and storage have, as far as it is known.
+
+        After a look-up of it in the host tier.
+        """
+        if not self._tiers:
+            return 0
+        if self._checkpoints is not None:
+            return self._checkpoints.find_target(request) * self._chunk_tokens
+        end, _ = self.estimate(request.keys, request.num_found_chunks, len(request.keys))
+        return end * self._chunk_tokens
+
     def look_up(self, request: RequestState) -> None:
         """Has the nearest shared tier asked for the chunks after those known here; see `StorageLookups.ask`."""
         tier = next((tier for tier in self._tiers if tier.is_shared), None)
