@@ -228,10 +228,11 @@ def test_a_cascade_in_a_step_with_invalid_blocks_ends_with_it():
     stack, tokens = make(sync_load=True, **storage)
     stack.drain()
     planner = stack.offload._storage.tiers[0]
-    keys = list(planner._stored)
+    keys = list(planner.records.stored)
     assert keys
-    planner._stored.clear()
-    planner.offer(keys)  # so that the step whose load fails has a cascade
+    for key in keys:
+        planner.records.forget(key)
+    planner.writes.offer(keys)  # so that the step whose load fails has a cascade
     break_segment(stack)
     request = stack.serve("b", tokens, max_tokens=1)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED

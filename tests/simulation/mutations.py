@@ -662,7 +662,7 @@ MUTATIONS = (
     Mutation(
         "a checkpoint outlives the chunk before it when that is evicted",
         "CheckpointTable.evict_at",
-        "self.drop(_)",
+        "self._evict(_, keeps_memory=_)",
         "pass",
     ),
     Mutation(

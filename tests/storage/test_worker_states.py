@@ -333,7 +333,8 @@ def test_a_write_that_fails_on_its_way_has_failed_and_its_parts_can_be_deleted()
     result = engine.run(engine.promote((state(2), engine.state(0))))
     assert result.missing_chunks == (0,)
     engine.expect(host, host)
-    engine.run(engine.cascade((chunk(1), 0), deleted=parts(2)))
+    engine.run(engine.cascade(deleted=parts(2)))
+    engine.run(engine.cascade((chunk(1), 0)))
     assert set(engine.disk.values) == {*parts(1), chunk(1)}
 
 
