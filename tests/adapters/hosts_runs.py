@@ -54,6 +54,16 @@ class HostsRun:
         """Starts a host's offload worker anew, with empty memory."""
         self._executor.collective_rpc(restart, args=(host,))
 
+    def drain(self) -> None:
+        """Serves short prompts until no copy is in flight."""
+        from vllm import TokensPrompt
+
+        for number in range(200):
+            if not self._core.scheduler.connector.scheduler_side._offload.has_jobs:
+                return
+            self._llm.generate([TokensPrompt(prompt_token_ids=[3 + number])], _sampling({}), use_tqdm=False)
+        raise AssertionError("copies are in flight for ever")
+
     def stats(self) -> dict[str, Any]:
         """The library's counters, and the chunks that each host has memory for."""
         side = self._core.scheduler.connector.scheduler_side

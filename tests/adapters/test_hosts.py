@@ -13,13 +13,21 @@ pytestmark = pytest.mark.slow
 ENGINE = {"tensor_parallel_size": 2}
 TURNS = conversations()
 AGAIN = [{"do": "forget"}, *TURNS]
-CONNECTOR = ours(num_cpu_chunks=64, host_segment_gb=1e-4)  # with memory for 64 chunks, and for fewer on host 1
+SETTINGS = {"num_cpu_chunks": 64, "host_segment_gb": 1e-4}  # with memory for 64 chunks, and for fewer on host 1
+CONNECTOR = ours(**SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory, kept_vllm):
+def hosts(tmp_path_factory, kept_vllm):
+    """Starts the engine's process; each run starts those of the hosts."""
     settings = kept_vllm.settings_of_another() | {"TPU_MULTIHOST_BACKEND": "ray"}
     process = Process(tmp_path_factory.mktemp("vllm-home"), settings, module="hosts_runs")
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def outcome(hosts):
     steps = [
         *TURNS,
         {"do": "stats"},
@@ -32,8 +40,7 @@ def outcome(tmp_path_factory, kept_vllm):
         {"do": "stats"},
         {"do": "kill", "host": 1},
     ]
-    outcome = process.run({"engine": ENGINE, "connector": CONNECTOR, "steps": steps})
-    process.close()
+    outcome = hosts.run({"engine": ENGINE, "connector": CONNECTOR, "steps": steps})
     assert not outcome["error"]
     return outcome["steps"]
 
@@ -79,3 +86,27 @@ def test_a_worker_that_was_started_anew(rounds, stats):
 
 def test_a_host_that_dies_ends_the_engine(outcome):
     assert outcome[-1] == "HostsError: host 1 of 2 has died (SIGKILL)"
+
+
+def test_another_engine_finds_what_both_hosts_have_in_files(plain, hosts, tmp_path):
+    """Each host has files of its own, with its devices' part of each chunk."""
+    storage = {
+        "storage_tier": "file",
+        "storage_options": f"{tmp_path / 'kv'},min_free_gb=0",
+        "num_storage_chunks": 200,
+        "storage_wait_s": 60.0,
+    }
+    spec = {"engine": ENGINE, "connector": ours(**SETTINGS | storage), "steps": [*TURNS, {"do": "drain"}, {"do": "stats"}]}
+    expected = [step["tokens"] for step in plain(TURNS, ENGINE)["steps"]]
+    one, other = (hosts.run(spec) for _ in range(2))
+    for outcome in (one, other):
+        assert not outcome["error"]
+        assert [step["tokens"] for step in outcome["steps"] if step and "tokens" in step] == expected
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-1"]
+    before, after = one["steps"][-1], other["steps"][-1]
+    assert before["cascaded_chunks"] > 10
+    assert after["restored_chunks"] == before["cascaded_chunks"]
+    assert after["promoted_chunks"] > 5
+    assert (before["num_failed_jobs"], after["num_failed_jobs"]) == (0, 0)
+    cached = [sum(sum(step["cached"]) for step in run["steps"] if step and "cached" in step) for run in (one, other)]
+    assert cached[1] > cached[0]

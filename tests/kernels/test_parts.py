@@ -105,3 +105,15 @@ def test_what_has_one_rank_on_one_host_is_not_cut():
     spec = TransferSpec.from_caches([cache], segment_blocks=2, capacity=2)
     store = Store()
     assert part_of_rank(spec, store, 0) == (spec, store, "")
+
+
+@pytest.mark.parametrize("make_mesh", [jax.make_mesh, lambda shape, names: Mesh(np.array(jax.devices()[:8]), names)])
+@pytest.mark.parametrize("path", SLOT_PATHS)
+def test_an_engine_that_has_set_the_mesh_of_all_devices(path, make_mesh):
+    ranks = Ranks(rank=1, path=path)
+    expected = ranks.slots
+    with jax.set_mesh(make_mesh((8,), ("all",))):
+        ranks.write(0, ranks.read(2))
+    for stripe, old in zip(ranks.slots, expected, strict=True):
+        old[1, 0] = old[1, 2]
+        np.testing.assert_array_equal(stripe, old)

@@ -34,9 +34,11 @@ can reach a place of another, whatever the ids.
 Ids are not checked on the device, where XLA would clamp them. The caller checks them.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -75,7 +77,17 @@ class Program:
         """Traces and lowers it for exactly the shapes in `args`; returns a `jax.stages.Lowered`."""
         # Naming the platform lets the TPU compiler run on a machine without a TPU (see tests/tpu_compile).
         platforms = ("tpu",) if self.platform == "tpu" else None
-        return self.function.trace(*self.args).lower(lowering_platforms=platforms)
+        with self._own_mesh():
+            return self.function.trace(*self.args).lower(lowering_platforms=platforms)
+
+    def _own_mesh(self) -> AbstractContextManager[Any]:
+        """A context without the mesh that an engine may have set, where the program is for some of its devices."""
+        sharding = jax.tree.leaves(self.args)[0].sharding
+        current = jax.sharding.get_mesh()
+        if current.empty or not isinstance(sharding, NamedSharding) or sharding.mesh == current:
+            return contextlib.nullcontext()
+        mesh: Any = sharding.mesh
+        return jax.set_mesh(mesh)
 
     def compile(self) -> Any:
         """Compiles for exactly the shapes in `args`.

@@ -239,7 +239,7 @@ class FileTier(StorageTier):
         self._segments = []
         if (directory := getattr(self, "_directory", None)) is not None:
             directory.close()
-        os.close(self._lock)
+        unlock(self._lock)
 
     def _segment(self, slot: int) -> "_Segment":
         return self._segments[slot // self._segment_slots]
@@ -421,7 +421,9 @@ def segment_name(number: int) -> str:
 
 
 def lock(path: str) -> int:
-    """Locks a worker's directory until the file is closed, or the process has ended.
+    """Locks a worker's directory until `unlock`, or until the process has ended.
+
+    A process that was forked from this one, as vLLM's schedulers of data-parallel ranks are, does not hold the lock.
 
     Returns:
       The descriptor of the file.
@@ -448,7 +450,27 @@ def lock(path: str) -> int:
     except BaseException:
         os.close(fd)
         raise
+    _locks.add(fd)
     return fd
+
+
+def unlock(fd: int) -> None:
+    """Releases the lock whose descriptor `lock` has returned; does nothing in a process that does not hold it."""
+    if fd in _locks:
+        _locks.remove(fd)
+        os.close(fd)
+
+
+_locks: set[int] = set()  # descriptors of the locks of this process
+
+
+def _close_locks() -> None:
+    """In a process that was just forked: `flock` locks are of all processes that have the file open."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _allocated_nbytes(path: str) -> int:

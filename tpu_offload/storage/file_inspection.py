@@ -26,6 +26,7 @@ from tpu_offload.storage.file import (
     lock,
     segment_name,
     slots_per_segment,
+    unlock,
 )
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import Damage, Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
@@ -174,7 +175,7 @@ class FileInspector(StoreInspector):
         with contextlib.ExitStack() as locks:
             self.check_unused()
             for worker in self._workers:
-                locks.callback(os.close, lock(str(worker)))
+                locks.callback(unlock, lock(str(worker)))
             nums = [len(directory.taken) + len(directory.others) for directory in map(_Directory, self._workers)]
             for worker in self._workers:
                 _truncate(worker / DIRECTORY_NAME)
