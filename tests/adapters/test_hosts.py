@@ -96,7 +96,11 @@ def test_another_engine_finds_what_both_hosts_have_in_files(plain, hosts, tmp_pa
         "num_storage_chunks": 200,
         "storage_wait_s": 60.0,
     }
-    spec = {"engine": ENGINE, "connector": ours(**SETTINGS | storage), "steps": [*TURNS, {"do": "drain"}, {"do": "stats"}]}
+    spec = {
+        "engine": ENGINE,
+        "connector": ours(**SETTINGS | storage),
+        "steps": [*TURNS, {"do": "drain"}, {"do": "stats"}],
+    }
     expected = [step["tokens"] for step in plain(TURNS, ENGINE)["steps"]]
     one, other = (hosts.run(spec) for _ in range(2))
     for outcome in (one, other):

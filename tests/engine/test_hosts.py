@@ -104,6 +104,52 @@ def test_tokens_equal_those_of_one_process(expected):
             os.kill(pid, 0)
 
 
+def test_storage_of_both_hosts_survives_a_restart(expected, tmp_path):
+    """Chunks, windows and states; each host in files of its own. Damage of one host's is computed."""
+    offload = OffloadConfig.create(
+        num_cpu_chunks=60,
+        state_share=0.5,
+        storage_tier="file",
+        storage_options=f"{tmp_path / 'kv'},min_free_gb=0",
+        num_storage_chunks=600,
+        storage_wait_s=600.0,
+    )
+    cold = dataclasses.replace(ENGINE, enable_prefix_caching=False)
+
+    def serve_from_files(hosts):
+        with contextlib.closing(Engine(MODEL, cold, offload=offload, hosts=hosts)) as engine:
+            engine.wait_for_host_memory()
+            outputs = serve_rounds(engine, REQUESTS)
+            assert compared(outputs) == expected
+            engine.settle()
+            return num_loaded(outputs), engine.offload_stats()
+
+    with Hosts(2, 1) as hosts:
+        first, stats = serve_from_files(hosts)
+        assert stats.cascaded_chunks > 50
+        assert stats.num_failed_jobs == 0
+        again, stats = serve_from_files(hosts)
+        assert stats.restored_chunks > 50
+        assert stats.promoted_chunks > 10
+        assert again > first
+        damage(tmp_path / "kv" / "worker-1")
+        _, stats = serve_from_files(hosts)
+        assert stats.failed_storage_chunks > 0
+        assert stats.promoted_chunks > 0
+
+
+def damage(directory):
+    """Changes a byte of every seventh page: of some records the header, of some the payload."""
+    (segment,) = directory.glob("segment-*")
+    with segment.open("r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        for at in range(100, size, 7 * 4096):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+
+
 def test_failures_on_one_host_change_no_token(expected):
     """Host 0 loses its caches in a load, and some saves of host 1 fail."""
     with Hosts(2, 1, wrap_copiers={0: LosesCaches, 1: FailsSaves}) as hosts:
