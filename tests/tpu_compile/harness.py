@@ -49,6 +49,8 @@ class Case:
       split_axis: that axis of the caches: 2 are the heads of attention, 1 those of a recurrent state.
       with_data_axis: whether the block axis names a mesh axis of size 1, as tpu-inference's caches do.
       ranks: data-parallel ranks, each with `num_blocks` blocks on `tp` devices of its own.
+      part: the first so many devices are those that one process has of one rank, and the programs are for its part of
+        the host tier; 0 for all. They have to be of the first process: of others the compiler drops host memory.
       dtype: element type of the caches.
       page_shape: global shape of a page.
       num_layers, num_blocks: size of the caches.
@@ -85,6 +87,7 @@ class Case:
     split_axis: int = 2
     with_data_axis: bool = False
     ranks: int = 1
+    part: int = 0
 
 
 def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
@@ -240,6 +243,8 @@ def describe(case: Case) -> tuple[Any, str, int]:
         capacity=case.capacity,
         num_stripes=case.num_stripes,
     )
+    if case.part:
+        spec = spec.part(devices[: case.part])
     return spec, devices[0].device_kind, len(topology.devices)  # type: ignore[attr-defined]
 
 

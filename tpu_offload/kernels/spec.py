@@ -220,17 +220,16 @@ class TransferSpec:
     def part(self, devices: Sequence[Any]) -> "TransferSpec":
         """What some devices of one rank have, as if there were no others: a block has pages of only their shards.
 
-        The shards are in the order of the devices, along the first axis of a page. Each device has the same bytes at
-        the same place as before, so segments and their parts are the same memory (`kernels.parts`).
+        The shards are in the order of the devices, along the axis of a page that is split. Each device has the same
+        bytes at the same place as before, so segments and their parts are the same memory (`kernels.parts`).
         """
-        first, *others = self._shard_page
+        page = list(self._shard_page)
+        is_split = [own != whole for own, whole in zip(page, self.page_shape, strict=True)]
+        axis = is_split.index(True) if any(is_split) else 0
+        page[axis] *= len(devices)
         mesh = Mesh(np.array(devices), ("device",))
-        return dataclasses.replace(
-            self,
-            page_shape=(len(devices) * first, *others),
-            cache_sharding=NamedSharding(mesh, PartitionSpec(None, "device")),
-            num_ranks=1,
-        )
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * (1 + axis), "device"))
+        return dataclasses.replace(self, page_shape=tuple(page), cache_sharding=sharding, num_ranks=1)
 
     def part_format(self, devices: Sequence[Any]) -> str:
         """Identifies what `part` leaves out: which part of a page each device has."""
