@@ -225,19 +225,20 @@ class OffloadConfig(pydantic.BaseModel):
     storage_tier: tuple[str, ...] = Field(
         (),
         description="Storage tiers below the host tier, nearest first: `file`, `object`, `valkey`, or `module:Class` "
-        "of your own, separated by `;`. So are the settings of tiers below: one value for each. Not for models that "
-        "span several hosts.",
+        "of your own, separated by `;`. So are the settings of tiers below: one value for each.",
     )
     storage_options: tuple[str, ...] = Field(
         (), description="Options of each storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."
     )
     num_storage_chunks: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
-        (), description="Size of each storage tier in chunks; a tier needs this or `TPU_OFFLOAD_STORAGE_GB`."
+        (),
+        description="Size of each storage tier in chunks, of each data-parallel rank; a tier needs this or "
+        "`TPU_OFFLOAD_STORAGE_GB`.",
     )
     storage_gb: tuple[Annotated[float, Field(gt=0, le=2**30, allow_inf_nan=False)], ...] = Field(
         (),
-        description="Size of each storage tier in GB of each worker, record headers and padding included; instead of "
-        "chunks.",
+        description="Size of each storage tier in GB of each worker, all of its data-parallel ranks together, record "
+        "headers and padding included; instead of chunks.",
     )
     storage_write_on: tuple[StorageWriteEvent, ...] = Field(
         (StorageWriteEvent.SAVE,),
