@@ -153,9 +153,9 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
     flags: tuple[str, ...] = ("--save-on", save_on)
     num_unique = read_traces([trace_path]).num_unique_blocks
     sizes = []
-    for flag in ("--hbm", "--secondary"):
+    for flag in ("--hbm", "--storage"):
         for size in (num_unique, 10**12):
-            hbm = ("--hbm", "9") if flag == "--secondary" else ()
+            hbm = ("--hbm", "9") if flag == "--storage" else ()
             sizes.append(report_of(tmp_path, trace_path, *flags, *hbm, flag, str(size), "--sizes", "0.05"))
         assert results_of(sizes[-1]) == results_of(sizes[-2])
     assert [report["num_hbm_blocks"] for report in sizes] == [num_unique, 10**12, 9, 9]
@@ -168,37 +168,53 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
 
 
 def results_of(report):
-    return [row | {"run_s": 0, "num_secondary_chunks": 0} for row in report["results"]]
+    return [row | {"run_s": 0, "num_storage_chunks": []} for row in report["results"]]
 
 
-def test_sizes_and_admission_of_the_secondary_tier(tmp_path, trace_path, capsys):
-    flags = ("--policies", "lru", "belady", "--sizes", "0.1", "--secondary", "20", "0.5")
+def test_sizes_and_admission_of_a_storage_tier(tmp_path, trace_path, capsys):
+    flags = ("--policies", "lru", "belady", "--sizes", "0.1", "--storage", "20", "0.5")
     saved = {}
     for admission in ("all", "second_sighting", "after_hit"):
-        report = report_of(tmp_path, trace_path, *flags, "--secondary-admission", admission)
-        assert report["secondary_admission"] == admission
+        report = report_of(tmp_path, trace_path, *flags, "--storage-admission", admission)
+        assert (report["storage_admission"], report["storage_write_on"]) == ([admission], ["save"])
         rows = report["results"]
-        assert [row["policy"] for row in rows] == ["lru", "lru", "belady"], "the bound has no secondary tier"
-        assert [row["num_secondary_chunks"] for row in rows] == [20, round(report["num_unique_blocks"] / 2), 0]
-        assert rows[0]["secondary_hit_rate"] < rows[1]["secondary_hit_rate"]
-        saved[admission] = rows[1]["num_secondary_saved_chunks"]
+        assert [row["policy"] for row in rows] == ["lru", "lru", "belady"], "the bound has no storage"
+        assert [row["num_storage_chunks"] for row in rows] == [[20], [round(report["num_unique_blocks"] / 2)], []]
+        assert rows[0]["storage_hit_rates"][0] < rows[1]["storage_hit_rates"][0]
+        (saved[admission],) = rows[1]["num_stored_chunks"]
     assert 0 < saved["after_hit"] < saved["all"] > saved["second_sighting"] > 0
     out = capsys.readouterr().out
-    assert "Prefix hit rate of both tiers" in out
+    assert "Prefix hit rate of all tiers" in out
+    assert "Written to the storage tier" in out
     assert "lru + 20" in out
 
 
-def test_hbm_and_secondary(tmp_path, trace_path, capsys):
+def test_a_stack_of_storage_tiers(tmp_path, trace_path, capsys):
+    flags = ("--policies", "lru", "--sizes", "0.05", "--storage", "20,60;0.5", *MODEL)
+    report = report_of(tmp_path, trace_path, *flags, "--storage-write-on", "eviction;save")
+    assert (report["storage_write_on"], report["storage_admission"]) == (["eviction", "save"], ["all", "all"])
+    small, large = report["results"]
+    half = round(report["num_unique_blocks"] / 2)
+    assert [row["num_storage_chunks"] for row in (small, large)] == [[20, half], [60, half]]
+    assert 0 < small["storage_hit_rates"][0] < large["storage_hit_rates"][0]
+    assert small["storage_hit_rates"][1] > large["storage_hit_rates"][1] > 0
+    assert [n * report["chunk_nbytes"] for n in small["num_promoted_chunks"]] == small["promoted_nbytes"]
+    out = capsys.readouterr().out
+    for text in ("Prefix hit rate of storage tier 1", "Read from storage tier 0, GB", f"lru * + 60 + {half}"):
+        assert text.replace(" *", "") in out.replace(" *", "")
+
+
+def test_hbm_and_storage(tmp_path, trace_path, capsys):
     flags = ("--policies", "lru", "--sizes", "0.1", "--hbm", "0.05", "--save-on", "eviction")
-    report = report_of(tmp_path, trace_path, *flags, "--secondary", "200", "--secondary-mode", "demote")
+    report = report_of(tmp_path, trace_path, *flags, "--storage", "200", "--storage-write-on", "eviction")
     (row,) = report["results"]
     assert row["hbm_hit_rate"] > 0
     assert row["prefix_hit_rate"] > 0
-    assert row["secondary_hit_rate"] > 0
-    assert row["num_secondary_saved_chunks"] > 0
+    assert row["storage_hit_rates"][0] > 0
+    assert row["num_stored_chunks"][0] > 0
     out = capsys.readouterr().out
     assert "saved on eviction" in out
-    assert "Prefix hit rate of the secondary tier" in out
+    assert "Prefix hit rate of the storage tier" in out
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -245,13 +261,22 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
         error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before reading the trace
         assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
     for size in ("99999999999999999999", "9" * 400, "9" * 5000):
-        for flag in ("--hbm", "--secondary"):
+        for flag in ("--hbm", "--storage"):
             assert f"{size!r}; expected at most 1000000000000 chunks" in error_of(trace_path, flag, size)
     assert "'1e30'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e30", *MODEL)
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
     assert "set its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
-    assert "no effect without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
-    assert "no effect without --secondary" in error_of(trace_path, "--secondary-admission", "after_hit")
+    assert "no effect without --storage" in error_of(trace_path, "--storage-write-on", "eviction")
+    assert "no effect without --storage" in error_of(trace_path, "--storage-admission", "after_hit")
+    two = ("--storage", "9;20")
+    assert "'demote'; expected one of save, eviction for each" in error_of(
+        trace_path, *two, "--storage-write-on", "demote"
+    )
+    assert "has 3 values, and --storage describes 2 tier(s)" in error_of(
+        trace_path, *two, "--storage-write-on", "save;save;eviction"
+    )
+    assert "expected one value for each tier" in error_of(trace_path, *two, "--storage-admission", "all,after_hit")
+    assert "''; expected a share of the unique blocks" in error_of(trace_path, "--storage", "9;")
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
@@ -317,7 +342,7 @@ def run_command(*argv, hash_seed):
 
 
 def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
-    flags = ("--sizes", "0.05", "0.2", "--save-after-sightings", "2", "--hbm", "30", "--secondary", "40", "--jobs", "1")
+    flags = ("--sizes", "0.05", "0.2", "--save-after-sightings", "2", "--hbm", "30", "--storage", "40", "--jobs", "1")
     processes = [
         run_command("--trace", str(trace_path), *flags, "--json", str(tmp_path / f"{seed}.json"), hash_seed=seed)
         for seed in ("1", "2")

@@ -1,6 +1,5 @@
 """Replays compared with simple references: ordered dictionaries instead of the index and its policies."""
 
-import dataclasses
 import itertools
 import random
 from collections import OrderedDict
@@ -8,9 +7,9 @@ from collections import OrderedDict
 import pytest
 
 from tests.sim.traces import chats, make_trace, random_trace
-from tpu_offload.config import SaveEvent, StorageAdmission
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
-from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, replay, simulate_hbm
+from tpu_offload.sim import StorageSetup, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)
@@ -139,38 +138,57 @@ def test_saved_at_the_second_sighting(tmp_path):
     assert outcome.num_saved == 2
 
 
-@pytest.mark.parametrize("mode", SecondaryMode)
-def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
+def below(size, write_on, admission=StorageAdmission.ALL, *, num_chunks=10**4):
+    """A host tier of this size above a storage tier."""
+    return TierSetup(size, storage=(StorageSetup(num_chunks, write_on, admission),))
+
+
+@pytest.mark.parametrize("write_on", StorageWriteEvent)
+def test_a_storage_tier_with_room_for_all(chat_trace, write_on):
     """Everything that was ever saved hits in one of the tiers."""
     for size in (35, 60, 200):
-        setup = TierSetup(size, num_secondary_chunks=10**4, secondary_mode=mode)
-        outcome = replay(chat_trace, LRUPolicy(), setup)
-        hits = tuple(a + b for a, b in zip(outcome.host_hits, outcome.secondary_hits, strict=True))
-        assert hits == unlimited_hits(chat_trace)
+        outcome = replay(chat_trace, LRUPolicy(), below(size, write_on))
+        (stored_hits,), (num_stored,) = outcome.storage_hits, outcome.num_stored
+        assert tuple(a + b for a, b in zip(outcome.host_hits, stored_hits, strict=True)) == unlimited_hits(chat_trace)
         assert outcome.host_hits == plain_hits(chat_trace, size)
-        most = outcome.num_evicted if mode is SecondaryMode.DEMOTE else chat_trace.num_unique_blocks
-        assert 0 < outcome.num_secondary_saved <= most
+        demotes = write_on is StorageWriteEvent.HOST_EVICTION
+        assert 0 < num_stored <= (outcome.num_evicted if demotes else chat_trace.num_unique_blocks)
 
 
-@pytest.mark.parametrize("mode", SecondaryMode)
-def test_admission_writes_only_what_was_used(chat_trace, mode):
+@pytest.mark.parametrize("write_on", StorageWriteEvent)
+def test_admission_writes_only_what_was_used(chat_trace, write_on):
     """With room for all, each chunk that is used often enough is written once, and no other is."""
-    setup = TierSetup(60, num_secondary_chunks=10**4, secondary_mode=mode)
-    everything = replay(chat_trace, LRUPolicy(), setup)
+    everything = replay(chat_trace, LRUPolicy(), below(60, write_on))
+    num_stored = {}
     for admission in (StorageAdmission.SECOND_SIGHTING, StorageAdmission.AFTER_HIT):
-        outcome = replay(chat_trace, LRUPolicy(), dataclasses.replace(setup, secondary_admission=admission))
-        assert 0 < outcome.num_secondary_saved < everything.num_secondary_saved
-        assert 0 < sum(outcome.secondary_hits) < sum(everything.secondary_hits)
+        outcome = replay(chat_trace, LRUPolicy(), below(60, write_on, admission))
+        num_stored[admission] = outcome.num_stored[0]
+        assert 0 < outcome.num_stored[0] < everything.num_stored[0]
+        assert 0 < sum(outcome.storage_hits[0]) < sum(everything.storage_hits[0])
     prompts = [set(request.blocks) for request in chat_trace.requests]
     num_seen_twice = sum(sum(block in blocks for blocks in prompts) > 1 for block in set().union(*prompts))
-    setup = dataclasses.replace(setup, secondary_admission=StorageAdmission.SECOND_SIGHTING)
-    assert replay(chat_trace, LRUPolicy(), setup).num_secondary_saved <= num_seen_twice
+    assert num_stored[StorageAdmission.SECOND_SIGHTING] <= num_seen_twice
 
 
-def test_a_small_secondary_tier(chat_trace):
-    """With demote it holds other chunks than the host tier, with cascade mostly the same."""
+def test_a_small_storage_tier(chat_trace):
+    """Written on eviction it holds other chunks than the host tier, on save mostly the same."""
     sums = {}
-    for mode in SecondaryMode:
-        outcome = replay(chat_trace, LRUPolicy(), TierSetup(60, num_secondary_chunks=60, secondary_mode=mode))
-        sums[mode] = sum(outcome.secondary_hits)
-    assert sums[SecondaryMode.DEMOTE] > 2 * sums[SecondaryMode.CASCADE]
+    for write_on in StorageWriteEvent:
+        sums[write_on] = sum(replay(chat_trace, LRUPolicy(), below(60, write_on, num_chunks=60)).storage_hits[0])
+    assert sums[StorageWriteEvent.HOST_EVICTION] > 2 * sums[StorageWriteEvent.SAVE]
+
+
+def test_a_stack_of_storage_tiers(chat_trace):
+    """The far one has all; the nearer one gives what it has, and more of it with more room."""
+    far = StorageSetup(10**4)
+    near_hits = []
+    for num_chunks in (20, 80, 10**4):
+        near = StorageSetup(num_chunks, StorageWriteEvent.HOST_EVICTION)
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(40, storage=(near, far)))
+        hits = zip(outcome.host_hits, *outcome.storage_hits, strict=True)
+        assert tuple(map(sum, hits)) == unlimited_hits(chat_trace)
+        assert outcome.host_hits == plain_hits(chat_trace, 40)
+        near_hits.append(sum(outcome.storage_hits[0]))
+        assert outcome.num_stored[1] == chat_trace.num_unique_blocks
+    assert 0 < near_hits[0] < near_hits[1] < near_hits[2]
+    assert sum(outcome.storage_hits[1]) == 0, "whatever the host tier has lost is in the nearer one"

@@ -154,6 +154,31 @@ def test_a_lookup_has_storage_read_and_finds_it():
     assert stats.num_dropped_promotions == 0
 
 
+def test_a_long_prompt_is_evicted_from_its_tail():
+    """It is written in several jobs, the last of them after its request has ended, and read in several."""
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
+    tokens = prompt(1, num_blocks=20)
+    engine.serve("a", tokens)
+    engine.rest()
+    assert stored(engine) == engine.keys(tokens)[::-1], "least recently used first"
+    engine.fill(prompt(2, num_blocks=60))  # the host tier forgets it
+    while engine.match("again", tokens).state is ARRIVING:
+        engine.turn()
+    engine.serve("again", tokens)
+    assert stored(engine)[-20:] == engine.keys(tokens)[::-1]
+
+
+def test_prefixes_that_wait_to_count_as_used_are_bounded(monkeypatch):
+    monkeypatch.setattr("tpu_offload.core.storage_writes._MAX_FINISHED", 2)
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
+    for name in "abcd":
+        engine.serve(name, prompt(ord(name), num_blocks=10))
+    engine.scheduler.check_invariants()
+    engine.rest()
+    last = engine.keys(prompt(ord("d"), num_blocks=10))
+    assert stored(engine)[-10:] == last[::-1]
+
+
 def test_a_router_is_told_of_what_storage_has_and_nothing_is_read():
     engine = away()
     ask = engine.scheduler.num_cached_tokens

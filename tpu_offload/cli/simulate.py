@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import enum
 import functools
+import itertools
 import logging
 import math
 import os
@@ -16,7 +18,7 @@ from tpu_offload.cli.command import require
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
-from tpu_offload.config import SaveEvent, StorageAdmission
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
@@ -24,7 +26,7 @@ from tpu_offload.sim import (
     Case,
     Experiment,
     Result,
-    SecondaryMode,
+    StorageSetup,
     TierSetup,
     Trace,
     no_hbm,
@@ -37,8 +39,7 @@ _logger = logging.getLogger(__name__)
 
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
-_MODES = [mode.value for mode in SecondaryMode]
-_ADMISSIONS = [admission.value for admission in StorageAdmission]
+_SEPARATOR = ";"  # between storage tiers, as in the settings
 _SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
 
@@ -52,6 +53,38 @@ def _policy(name: str) -> str:
     elif name not in POLICIES and name != BOUND:
         raise click.BadParameter(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}, or module:Class")
     return name
+
+
+class _PerTier(MultiValue):
+    """The values for each storage tier, separated by `;`; of one tier one or more, if `sweeps`."""
+
+    def __init__(self, of: Callable[[str], Any], *, sweeps: bool = False) -> None:
+        super().__init__(of, commas=True)
+        self._sweeps = sweeps
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """See `click.ParamType`."""
+        if isinstance(value, tuple):
+            return value
+        of_tiers = [super(_PerTier, self).convert(part.strip(), param, ctx) for part in value.split(_SEPARATOR)]
+        if self._sweeps:
+            return tuple(of_tiers)
+        if any(len(of_tier) > 1 for of_tier in of_tiers):
+            self.fail(f"{value!r}; expected one value for each tier, separated by {_SEPARATOR}", param, ctx)
+        return tuple(of_tier[0] for of_tier in of_tiers)
+
+
+def _one_of[E: enum.Enum](choices: type[E]) -> Callable[[str], E]:
+    """Parses the value of a choice."""
+
+    def parse(text: str) -> E:
+        try:
+            return choices(text)
+        except ValueError:
+            known = ", ".join(choice.value for choice in choices)
+            raise click.BadParameter(f"{text!r}; expected one of {known} for each tier, separated by ;") from None
+
+    return parse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +102,9 @@ class _Options:
     hbm: Size | None
     save_on: str
     save_after_sightings: int
-    secondary: tuple[Size, ...] | None
-    secondary_mode: str | None
-    secondary_admission: str | None
+    storage: tuple[tuple[Size, ...], ...] | None
+    storage_write_on: tuple[StorageWriteEvent, ...] | None
+    storage_admission: tuple[StorageAdmission, ...] | None
     num_layers: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -127,17 +160,22 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 )
 @number("--save-after-sightings", "save a block once N requests contained it (1)", high=15, default=1)
 @option(
-    "--secondary",
-    MultiValue(size_flag, commas=True),
+    "--storage",
+    _PerTier(size_flag, sweeps=True),
     "SIZE...",
-    "sizes of a secondary tier behind the host tier, as for --hbm",
+    "sizes of a storage tier below the host tier, as for --hbm; of several tiers separated by ;, nearest first",
 )
-@option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
 @option(
-    "--secondary-admission",
-    click.Choice(_ADMISSIONS),
-    None,
-    f"which chunks the secondary tier takes ({_ADMISSIONS[0]})",
+    "--storage-write-on",
+    _PerTier(_one_of(StorageWriteEvent)),
+    "WHEN",
+    "write to a storage tier on save, or on eviction from the host tier (save); of several tiers separated by ;",
+)
+@option(
+    "--storage-admission",
+    _PerTier(_one_of(StorageAdmission)),
+    "WHICH",
+    "which chunks a storage tier takes: all, second_sighting or after_hit (all); of several tiers separated by ;",
 )
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
@@ -178,8 +216,8 @@ def command(argv: list[str], /, **flags: Any) -> int:
         **simulate_report.describe(experiment, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
-        "secondary_mode": options.secondary_mode or _MODES[0],
-        "secondary_admission": options.secondary_admission or _ADMISSIONS[0],
+        "storage_write_on": [setup.write_on.value for setup in _storage(options)],
+        "storage_admission": [setup.admission.value for setup in _storage(options)],
         "argv": argv,
     }
     if options.json is not None:
@@ -203,9 +241,14 @@ def _check(options: _Options) -> None:
             raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
-    for name in ("secondary_mode", "secondary_admission"):
-        if getattr(options, name) and options.secondary is None:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} has no effect without --secondary")
+    for flag, values in ("write-on", options.storage_write_on), ("admission", options.storage_admission):
+        if values and options.storage is None:
+            raise InputError(f"--storage-{flag} has no effect without --storage")
+        if values and len(values) not in (1, num_tiers := len(options.storage or ())):
+            raise InputError(
+                f"--storage-{flag} has {len(values)} values, and --storage describes {num_tiers} tier(s); expected one "
+                "value for each, or one for all"
+            )
 
 
 def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
@@ -246,20 +289,35 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
-        secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
-        secondary_admission=StorageAdmission(options.secondary_admission or _ADMISSIONS[0]),
     )
-    secondary = dict.fromkeys(map(num_chunks_of, options.secondary or ())) or (0,)
+    sizes = [dict.fromkeys(map(num_chunks_of, of_tier)) for of_tier in options.storage or ()]
+    stacks = [
+        tuple(
+            dataclasses.replace(tier, num_chunks=size) for tier, size in zip(_storage(options), of_tiers, strict=True)
+        )
+        for of_tiers in itertools.product(*sizes)
+    ]
     shares_and_setups = []
     for size in options.sizes_gb or options.sizes:
         num_chunks = num_chunks_of(size)
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
-        Case(policy, share, dataclasses.replace(setup, num_secondary_chunks=num_secondary_chunks))
+        Case(policy, share, dataclasses.replace(setup, storage=stack))
         for policy in dict.fromkeys(options.policies)
-        for num_secondary_chunks in ((0,) if policy == BOUND else secondary)
+        for stack in ([()] if policy == BOUND else stacks)
         for share, setup in dict.fromkeys(shares_and_setups)
+    ]
+
+
+def _storage(options: _Options) -> list[StorageSetup]:
+    """The storage tiers, without their sizes."""
+    num_tiers = len(options.storage or ())
+    write_on = options.storage_write_on or (StorageWriteEvent.SAVE,)
+    admission = options.storage_admission or (StorageAdmission.ALL,)
+    return [
+        StorageSetup(0, write_on[i % len(write_on)], admission[i % len(admission)])  # one is for all
+        for i in range(num_tiers)
     ]
 
 

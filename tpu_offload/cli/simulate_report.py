@@ -26,23 +26,28 @@ def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) ->
     counted = result.second if experiment.only_second else result.first + result.second
     whole = result.first + result.second
     moves = {"saved": result.num_saved, "loaded": whole.num_host_hits}
-    moves |= {"secondary_saved": result.num_secondary_saved, "secondary_loaded": whole.num_secondary_hits}
+    stored = {"stored": result.num_stored, "promoted": whole.num_storage_hits}  # of each tier
     return {
         "policy": result.case.policy,
         "default": result.case.policy == DEFAULT_POLICY,
         "size_share": result.case.size_share,
         "num_chunks": result.case.setup.num_chunks,
         "nbytes": result.case.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
-        "num_secondary_chunks": result.case.setup.num_secondary_chunks,
+        "num_storage_chunks": [tier.num_chunks for tier in result.case.setup.storage],
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
         "hbm_hit_rate": _rate(counted.num_hbm_hits, counted),
-        "secondary_hit_rate": _rate(counted.num_secondary_hits, counted),
+        "storage_hit_rates": [_rate(num_hits, counted) for num_hits in counted.num_storage_hits],
         **{f"num_{name}_chunks": num for name, num in moves.items()},
+        **{f"num_{name}_chunks": list(nums) for name, nums in stored.items()},
         "num_evicted_chunks": result.num_evicted,
         "num_dropped_chunks": result.num_dropped,
         **{f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()},
+        **{
+            f"{name}_nbytes": [num * chunk_nbytes if chunk_nbytes else None for num in nums]
+            for name, nums in stored.items()
+        },
         "run_s": result.run_s,
     }
 
@@ -95,39 +100,43 @@ def print_report(report: Mapping[str, Any]) -> None:
         console.print(_size_table(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
     played = [row for row in results if row["policy"] != BOUND]
     if played:
-        _print_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
+        _print_traffic(console, played)
 
 
-def _print_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
-    if has_secondary:
-        title = "Prefix hit rate of the secondary tier"
-        console.print(_size_table(played, title, _cell("secondary_hit_rate", "share")))
-        title = "Prefix hit rate of both tiers"
-        console.print(_size_table(played, title, _both_rates))
-    for name in ("saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])):
-        what = name.capitalize().replace("_", " tier, ")
-        in_gb = played[0][f"{name}_nbytes"] is not None
-        cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
+def _print_traffic(console: ReportConsole, played: Sequence[_Row]) -> None:
+    num_tiers = len(played[0]["num_storage_chunks"])
+    names = ["the storage tier"] if num_tiers == 1 else [f"storage tier {i}" for i in range(num_tiers)]
+    for i, name in enumerate(names):
+        console.print(_size_table(played, f"Prefix hit rate of {name}", _cell("storage_hit_rates", "share", i)))
+    if num_tiers:
+        console.print(_size_table(played, "Prefix hit rate of all tiers", _all_rates))
+    in_gb = played[0]["saved_nbytes"] is not None
+    moves: list[tuple[str, str, int | None]] = [("Saved", "saved", None), ("Loaded", "loaded", None)]
+    for i, tier in enumerate(names):
+        moves += [(f"Written to {tier},", "stored", i), (f"Read from {tier},", "promoted", i)]
+    for what, name, tier_id in moves:
+        cell = _cell(f"{name}_nbytes", "GB", tier_id) if in_gb else _cell(f"num_{name}_chunks", "narrow", tier_id)
         console.print(_size_table(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
     console.print(_size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
     if any(row["num_dropped_chunks"] for row in played):
         console.print(_size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
 
 
-def _cell(name: str, unit: str) -> Callable[[_Row], str]:
-    return lambda row: format_number(row[name], unit)
+def _cell(name: str, unit: str, tier_id: int | None = None) -> Callable[[_Row], str]:
+    """A number of a row; of a list of numbers, that of a storage tier."""
+    return lambda row: format_number(row[name] if tier_id is None else row[name][tier_id], unit)
 
 
-def _both_rates(row: _Row) -> str:
+def _all_rates(row: _Row) -> str:
     known = row["prefix_hit_rate"] is not None
-    return format_number(row["prefix_hit_rate"] + row["secondary_hit_rate"] if known else None, "share")
+    return format_number(row["prefix_hit_rate"] + sum(row["storage_hit_rates"]) if known else None, "share")
 
 
 def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
-    rates = {(row["policy"], row["num_chunks"], row["num_secondary_chunks"]): row["prefix_hit_rate"] for row in results}
+    rates = {(row["policy"], row["num_chunks"], _stack(row)): row["prefix_hit_rate"] for row in results}
 
     def share(row: _Row) -> str:
-        base, bound = rates[_BASE, row["num_chunks"], row["num_secondary_chunks"]], rates[BOUND, row["num_chunks"], 0]
+        base, bound = rates[_BASE, row["num_chunks"], _stack(row)], rates[BOUND, row["num_chunks"], ""]
         if bound <= base:
             return "-"
         part = (row["prefix_hit_rate"] - base) / (bound - base)
@@ -136,18 +145,21 @@ def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
     return share
 
 
+def _stack(row: _Row) -> str:
+    """The sizes of the storage tiers below the host tier of a row."""
+    return "".join(f" + {num_chunks}" for num_chunks in row["num_storage_chunks"])
+
+
 def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
-    """A table with a row for each policy and size of the secondary tier, and a column for each size."""
+    """A table with a row for each policy and sizes of storage tiers, and a column for each size of the host tier."""
     columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
-    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
+    several = len({*map(_stack, rows)} - {""}) > 1
     for row in rows:
-        label = row["policy"] + (" *" if row["default"] else "")
-        if several:
-            label += f" + {row['num_secondary_chunks']}" if row["num_secondary_chunks"] else ""
+        label = row["policy"] + (" *" if row["default"] else "") + (_stack(row) if several else "")
         lines.setdefault(label, [label]).append(cell(row))
     return build_table(title, columns, lines.values(), left_title=True)
 
@@ -166,11 +178,11 @@ def plot(report: Mapping[str, Any], suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
-    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
-    for policy, num_secondary in dict.fromkeys((row["policy"], row["num_secondary_chunks"]) for row in rows):
-        mine = [row for row in rows if (row["policy"], row["num_secondary_chunks"]) == (policy, num_secondary)]
+    several = len({*map(_stack, rows)} - {""}) > 1
+    for policy, stack in dict.fromkeys((row["policy"], _stack(row)) for row in rows):
+        mine = [row for row in rows if (row["policy"], _stack(row)) == (policy, stack)]
         mine.sort(key=lambda row: float(row["size_share"]))
-        label = f"{policy} + {num_secondary}" if several and num_secondary else policy
+        label = f"{policy}{stack}" if several else policy
         style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
         if policy == BOUND:
             label, style = f"{policy} (the bound)", {"color": "black", "linestyle": "--", "linewidth": 1.2}

@@ -510,5 +510,7 @@ class OffloadScheduler:
         if request.rolling is not None:
             self._index.settle_checkpoint(request.rolling)
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
+        if request.limits.cache:
+            self._storage.finish(request.keys)
         if request.load is not None:
             self._transfers.detach(request.load)

@@ -136,7 +136,7 @@ class StorageReads:
 
     def _plan(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey | None) -> None:
         names = self._records.of_slots(keys, slots)
-        self._records.touch(names)
+        self._records.touch(reversed(names))  # the head last, so that tails are evicted first
         self._records.promoting.update(names)
         self._num_slots += self._num_chunk_slots(slots)
         now_s = self._clock()

@@ -11,7 +11,7 @@ before all other jobs (`JobKind`). So a demotion cannot be repeated in a later s
 A deletion is sent as a cascade without chunks, and so is the order to clear the tier.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -26,9 +26,15 @@ from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
 
 _MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
+_MAX_FINISHED = 64  # requests whose prefix is still being written
 _MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+
+
+def records_kept_free(capacity: int) -> int:
+    """Records that a tier of this capacity keeps free, if it is written on eviction: for demotions of the next step."""
+    return min(_MAX_DEMOTIONS, max(1, capacity // 4))
 
 
 @final
@@ -65,6 +71,7 @@ class StorageWrites:
         self._deletions = jobs.make_breaker("deletions in")
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
+        self._finished: deque[tuple[ChunkKey, Sequence[ChunkKey]]] = deque()  # see `finish`: last chunk, and all
         self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
         self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
         self._admission = AdmissionFilter(tier.admission, records.capacity)
@@ -91,6 +98,24 @@ class StorageWrites:
         self._counts.rejected_storage_chunks += len(new) - len(admitted)
         self._candidates.update(dict.fromkeys(admitted))
         self._limit(self._candidates)
+
+    def finish(self, keys: Sequence[ChunkKey]) -> None:
+        """A request with this prefix has ended: it counts as used once the last chunk of it is written. O(keys).
+
+        Long prefixes are written in batches, the head first, so that a restart finds what is there of them. Without
+        this the head would be evicted before the rest, which is of no use without it.
+        """
+        last = next((key for key in reversed(keys) if self._is_underway(key)), None)
+        if last is not None:
+            self._finished.append((last, keys))
+            if len(self._finished) <= _MAX_FINISHED:
+                return
+            _, keys = self._finished.popleft()
+        if self._records.stored:
+            self._records.touch(reversed(keys))
+
+    def _is_underway(self, key: ChunkKey) -> bool:
+        return key in self._candidates or key in self._records.writing
 
     def offer_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Makes a saved checkpoint a candidate, as far as admission accepts the chunk before it."""
@@ -250,7 +275,7 @@ class StorageWrites:
         if self._checkpoints:
             num_written += self._num_missing(next(iter(self._checkpoints)))
         if self.demotes:
-            num_written = min(_MAX_DEMOTIONS, max(1, records.capacity // 4))
+            num_written = records_kept_free(records.capacity)
         short = num_written - records.room - len(records.to_delete) - records.num_deleting
         self._counts.num_evicted_storage_chunks += records.evict(short)
 
@@ -282,6 +307,8 @@ class StorageWrites:
                 self._counts.cascaded_chunks += 1
                 self._own_counts.cascaded_chunks += 1
                 self._counts.cascaded_nbytes += records.nbytes((slot,))
+        while self._finished and not self._is_underway(self._finished[0][0]):
+            records.touch(reversed(self._finished.popleft()[1]))
         deleted = job.wire.deleted_keys
         records.num_deleting -= len(deleted)
         kept = [name for i, name in enumerate(deleted, len(job.keys)) if i in bad]
@@ -296,11 +323,13 @@ class StorageWrites:
     def reset(self) -> None:
         """The tier has to be cleared."""
         self._must_clear = True
+        self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()
 
     def forget_candidates(self) -> None:
         """A worker has restarted: host memory is gone."""
+        self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()
         self._victims.clear()
@@ -321,6 +350,7 @@ class StorageWrites:
     def check_invariants(self) -> None:
         """Raises AssertionError unless the tables are bounded. For tests."""
         assert max(len(self._candidates), len(self._checkpoints)) <= _MAX_CANDIDATES
+        assert len(self._finished) <= _MAX_FINISHED
 
 
 @final

@@ -80,6 +80,11 @@ class TierStack:
         for tier in self._tiers:
             tier.observe(keys, first)
 
+    def finish(self, keys: Sequence[ChunkKey]) -> None:
+        """A request with this prefix has ended. O(keys)."""
+        for tier in self._tiers:
+            tier.writes.finish(keys)
+
     def hit(self, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
         for tier in self._tiers:

@@ -11,14 +11,14 @@ are not counted for the host tier.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
-from tpu_offload.config import StorageAdmission
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
 from tpu_offload.sim.hbm import HBMResult, no_hbm
-from tpu_offload.sim.secondary import SecondaryMode, SecondaryTier
+from tpu_offload.sim.storage import StorageSetup, StorageStack
 from tpu_offload.sim.tier import Tier
 from tpu_offload.sim.trace import Trace
 from tpu_offload.types import ChunkKey
@@ -32,17 +32,13 @@ class TierSetup:
       num_chunks: capacity of the host tier. Capacity beyond the blocks of the trace takes no memory.
       save_on: when blocks are saved.
       num_sightings: see `SaveBySightings`.
-      num_secondary_chunks: capacity of the secondary tier; 0 for none.
-      secondary_mode: when chunks are copied there.
-      secondary_admission: which chunks it takes.
+      storage: the storage tiers below it, nearest first.
     """
 
     num_chunks: int
     save_on: SaveEvent = SaveEvent.COMPUTE
     num_sightings: int = 1
-    num_secondary_chunks: int = 0
-    secondary_mode: SecondaryMode = SecondaryMode.CASCADE
-    secondary_admission: StorageAdmission = StorageAdmission.ALL
+    storage: tuple[StorageSetup, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,19 +47,19 @@ class Outcome:
 
     Attributes:
       host_hits: per request, blocks that hit in the host tier.
-      secondary_hits: per request, blocks that hit in the secondary tier.
-      num_saved: chunks saved to the host tier, including promotions from the secondary tier.
+      storage_hits: per storage tier and request, blocks that hit in that tier.
+      num_saved: chunks saved to the host tier, including promotions from storage.
       num_evicted: chunks that the host tier evicted.
       num_dropped: chunks for which the host tier had no room.
-      num_secondary_saved: chunks saved to the secondary tier.
+      num_stored: per storage tier, chunks written to it.
     """
 
     host_hits: tuple[int, ...]
-    secondary_hits: tuple[int, ...]
+    storage_hits: tuple[tuple[int, ...], ...] = ()
     num_saved: int = 0
     num_evicted: int = 0
     num_dropped: int = 0
-    num_secondary_saved: int = 0
+    num_stored: tuple[int, ...] = ()
 
 
 def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result: HBMResult | None = None) -> Outcome:
@@ -89,29 +85,29 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result
 class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
-        has_secondary = setup.num_secondary_chunks > 0
-        self._demotes = has_secondary and setup.secondary_mode is SecondaryMode.DEMOTE
-        self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         # The sketch of admission is sized by the occurrences of blocks, like that of sightings below.
-        num_secondary = min(setup.num_secondary_chunks, trace.num_blocks)
-        self._secondary = SecondaryTier(num_secondary, setup.secondary_admission) if has_secondary else None
+        self._storage = StorageStack(setup.storage, trace.num_blocks)
+        self._demotes = self._storage.demotes
+        self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
         # Sightings are counted per occurrence, so the sketch is sized by the occurrences of blocks, not by unique ones.
         self._saves.resize(min(setup.num_chunks, trace.num_blocks))
         self._uses = map(Use, itertools.count())
-        self._hits: list[tuple[int, int]] = []
+        self._hits: list[int] = []
+        self._storage_hits: list[list[int]] = [[] for _ in setup.storage]
 
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
-        host, secondary, saves = self._host, self._secondary, self._saves
+        host, storage, saves = self._host, self._storage, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.observe(use, keys)
         in_host = host.find(keys)
-        if secondary:
-            self._admit(secondary, keys, in_hbm=in_hbm, in_host=in_host)
+        storage.observe(keys, keys[:in_host], is_hit=in_host > in_hbm)
         found = max(in_hbm, in_host)
-        in_secondary = secondary.find(keys, found) if secondary else 0
-        self._hits.append((found - in_hbm, in_secondary))
+        sources = storage.find(keys, found)
+        self._hits.append(found - in_hbm)
+        for tier_id, hits in enumerate(self._storage_hits):
+            hits.append(sources.count(tier_id))
         promised = keys[:in_host] if in_host > in_hbm else ()
         host.touch(use, keys, len(promised))
         if saves.saves_on(SaveEvent.HBM_EVICTION):
@@ -120,35 +116,25 @@ class _Replay:
                 self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
             host.settle()
             host.unpin(promised)
-        found += in_secondary
-        end = found if in_secondary else 0  # hits in the secondary tier are promoted to the host tier
+        promoted = dict(zip(keys[found:], sources, strict=False))
+        found += len(sources)
+        end = found if sources else 0  # hits in storage are promoted to the host tier
         if saves.saves_on(SaveEvent.COMPUTE):
             end = max(end, saves.num_chunks_worth_saving(keys, 0, len(keys)))
-        self._save(use, keys, end)
+        self._save(use, keys, end, promoted)
         host.settle()
         host.touch(use, keys, max(end, found))
-        if secondary:
-            secondary.touch(keys)
-
-    def _admit(self, secondary: SecondaryTier, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> None:
-        """Counts a request's use of its prefix; a cascade writes what is in the host tier and is admitted only now."""
-        admission = secondary.admission
-        admission.observe(keys)
-        if in_host > in_hbm:
-            admission.hit(keys[:in_host])
-        if admission.depends_on_uses and not self._demotes:
-            secondary.save(reversed(keys[:in_host]))
+        storage.touch(keys)
 
     def outcome(self) -> Outcome:
         """The result so far."""
-        host, secondary = zip(*self._hits, strict=True) if self._hits else ((), ())
         return Outcome(
-            host_hits=host,
-            secondary_hits=secondary,
+            host_hits=tuple(self._hits),
+            storage_hits=tuple(map(tuple, self._storage_hits)),
             num_saved=self._host.num_saved,
             num_evicted=self._host.num_evicted,
             num_dropped=self._host.num_dropped,
-            num_secondary_saved=self._secondary.num_saved if self._secondary else 0,
+            num_stored=tuple(tier.num_saved for tier in self._storage.tiers),
         )
 
     def _prefixes(self, evicted: Iterable[int]) -> Iterable[list[ChunkKey]]:
@@ -169,13 +155,21 @@ class _Replay:
             if prefix:
                 yield [keys[number] for number in reversed(prefix)]
 
-    def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
+    def _save(
+        self, use: Use, keys: Sequence[ChunkKey], end: int, promoted: Mapping[ChunkKey, int] = MappingProxyType({})
+    ) -> None:
+        """Saves the first `end` chunks.
+
+        Args:
+          use: the request's.
+          keys: a prefix.
+          end: how much of it.
+          promoted: the chunks that were read from storage, and from which tier.
+        """
         if not end:
             return
         new = self._host.save(use, keys, end)
-        if self._secondary is None:
-            return
         if self._demotes:
-            self._secondary.save(self._host.take_evicted())
-        else:
-            self._secondary.save(reversed(new))
+            self._storage.demote(self._host.take_evicted())
+        if self._storage.tiers:
+            self._storage.save(new, promoted.get)
