@@ -179,9 +179,14 @@ class StoredRecords:
         return self.max_in_flight - len(self.writing) - len(self.promoting)
 
     @property
+    def max_read(self) -> int:
+        """The most that may be read at a time, whatever is written: at least half of what may be in flight."""
+        return self.max_in_flight - self.max_in_flight // 2
+
+    @property
     def room_to_write(self) -> int:
-        """How many more may be written. At least half of what may be in flight is for reads."""
-        return min(self.max_in_flight // 2 - len(self.writing), self.room_in_flight, self.room)
+        """How many more may be written."""
+        return min(self.max_in_flight - self.max_read - len(self.writing), self.room_in_flight, self.room)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree. For tests."""

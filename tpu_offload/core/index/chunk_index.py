@@ -364,6 +364,14 @@ class ChunkIndex:
         """See `CheckpointTable.get`."""
         return self._checkpoints.get(key)
 
+    def num_pieces(self, end: int) -> tuple[int, ...]:
+        """See `CheckpointTable.num_pieces`."""
+        return self._checkpoints.num_pieces(end)
+
+    def has_piece(self, piece: PieceKey) -> bool:
+        """See `CheckpointTable.has_piece`."""
+        return self._checkpoints.has_piece(piece)
+
     def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
         """See `CheckpointTable.missing_pieces`."""
         return self._checkpoints.missing_pieces(keys, end)
