@@ -160,7 +160,7 @@ CHECKPOINT_MUTATIONS = (
         "a checkpoint that is evicted is written from the slots of another",
         "StorageWrites.note_evicted_checkpoint",
         "self._victims.update(new)",
-        "self._victims.update((piece, 0) for piece, _ in new)",
+        "self._victims.update(dict.fromkeys(dict(new), 0))",
     ),
     Mutation(
         "a state counts as one record in flight",

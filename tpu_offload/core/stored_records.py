@@ -14,8 +14,6 @@ from tpu_offload.types import ChunkKey
 
 Keys = OrderedDict[ChunkKey, None]
 
-_NO_CHUNKS: dict[ChunkKey, ChunkKey] = {}
-
 
 @final
 class StoredRecords:
@@ -93,7 +91,7 @@ class StoredRecords:
 
     def may_end_at(self) -> dict[ChunkKey, ChunkKey]:
         """The chunks after which there may be a checkpoint in the tier. Not to be changed."""
-        return self._ends if self._has_pieces else _NO_CHUNKS
+        return self._ends
 
     def _end_of(self, name: ChunkKey) -> ChunkKey | None:
         """The chunk that a checkpoint follows if this record is its last piece; else None."""
