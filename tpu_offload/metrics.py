@@ -209,32 +209,41 @@ class OffloadStats:
         "promotions, deletions, look-ups, of each tier) that are suspended because they keep failing. Requests are "
         "still served, by prefill. Alert when it is not 0.",
     )
-    num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tiers; one that two of them have counts twice.")
-    restored_chunks: int = _counter(
-        "chunks", "Chunks that the storage tiers had from earlier runs when the engine started."
+    num_stored_chunks: int = _gauge(
+        "chunks",
+        "Records in the storage tiers: of a chunk one, also of a chunk of a window, of a state one or several. One "
+        "that two of them have counts twice.",
     )
-    cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tiers.")
+    restored_chunks: int = _counter(
+        "chunks", "Records that the storage tiers had from earlier runs when the engine started."
+    )
+    cascaded_chunks: int = _counter(
+        "chunks", "Chunks, those of windows included, and states written from the host tier to the storage tiers."
+    )
     cascaded_nbytes: int = _counter("bytes", "Bytes written to the storage tiers, over all devices.")
-    promoted_chunks: int = _counter("chunks", "Chunks read from the storage tiers into the host tier.")
+    promoted_chunks: int = _counter(
+        "chunks", "Chunks, those of windows included, and states read from the storage tiers into the host tier."
+    )
     promoted_nbytes: int = _counter("bytes", "Bytes read from the storage tiers, over all devices.")
     promoted_tokens: int = _counter(
         "tokens",
-        "Tokens of the chunks that were read from the storage tiers. Those that requests load are found_tokens.",
+        "Tokens of the chunks of full attention that were read from the storage tiers. Those that requests load are "
+        "found_tokens.",
     )
     dropped_cascade_chunks: int = _counter(
         "chunks",
-        "Chunks never written to a storage tier: evicted from the host tier before, too many at once, or cascades "
-        "suspended. At a steady rate storage is slower than saves.",
+        "Chunks, and checkpoints, never written to a storage tier: evicted from the host tier before, too many at "
+        "once, or cascades suspended. At a steady rate storage is slower than saves.",
     )
     dropped_demotion_chunks: int = _counter(
         "chunks",
-        "Evicted chunks that were not written to a storage tier: too many at once, storage had no room, or its "
-        "copies are suspended. At a steady rate storage is slower than evictions.",
+        "Evicted chunks and states that were not written to a storage tier: too many at once, storage had no room, or "
+        "its copies are suspended. At a steady rate storage is slower than evictions.",
     )
     rejected_storage_chunks: int = _counter(
         "chunks",
-        "Chunks that admission kept out of a storage tier, counted each time they were saved, or with writes on "
-        "eviction each time they were evicted.",
+        "Chunks of full attention that admission kept out of a storage tier, counted each time they were saved, or "
+        "with writes on eviction each time they were evicted.",
     )
     num_dropped_promotions: int = _counter(
         "lookups",
@@ -248,16 +257,17 @@ class OffloadStats:
     )
     failed_storage_chunks: int = _counter(
         "chunks",
-        "Chunks whose copy to or from a storage tier failed or was late. Should be 0; the log has the reason.",
+        "Chunks and states whose copy to or from a storage tier failed or was late. Should be 0; the log has the "
+        "reason.",
     )
     missing_storage_chunks: int = _counter(
         "chunks",
-        "Chunks that a storage tier no longer had when they were to be read: a server that engines share has evicted "
-        "them.",
+        "Chunks and states that a storage tier no longer had when they were to be read: a server that engines share "
+        "has evicted them.",
     )
-    num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from a storage tier to make room.")
+    num_evicted_storage_chunks: int = _counter("chunks", "Records evicted from a storage tier to make room.")
     looked_up_storage_chunks: int = _counter(
-        "chunks", "Chunks that a shared storage tier was asked for, because this engine does not know them."
+        "chunks", "Records that a shared storage tier was asked for, because this engine does not know them."
     )
     found_storage_chunks: int = _counter("chunks", "How many of these it has, with all that precede them.")
     num_failed_storage_lookups: int = _counter(
@@ -347,12 +357,12 @@ SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is 
 """Fields of `OffloadStats` that only engines with request swap report."""
 
 _TIER_HELP = {
-    "num_stored_chunks": "Chunks in this storage tier.",
+    "num_stored_chunks": "Records in this storage tier.",
     "num_open_breakers": "Kinds of copies of this storage tier (cascades, promotions, deletions, look-ups) that are "
     "suspended because they keep failing.",
-    "cascaded_chunks": "Chunks written from the host tier to this storage tier.",
-    "promoted_chunks": "Chunks read from this storage tier into the host tier.",
-    "failed_storage_chunks": "Chunks whose copy to or from this storage tier failed or was late.",
+    "cascaded_chunks": "Chunks, those of windows included, and states written from the host tier to this storage tier.",
+    "promoted_chunks": "Chunks, those of windows included, and states read from this storage tier into the host tier.",
+    "failed_storage_chunks": "Chunks and states whose copy to or from this storage tier failed or was late.",
 }
 TIER_METRICS = MappingProxyType(
     {
@@ -485,6 +495,6 @@ def _storage_text(stats: OffloadStats) -> str:
     if not (stats.cascaded_chunks or stats.promoted_chunks):
         return ""
     return (
-        f", storage {stats.num_stored_chunks} chunks ({stats.cascaded_chunks} written, {stats.promoted_chunks} read, "
-        f"{stats.dropped_cascade_chunks} dropped)"
+        f", storage {stats.num_stored_chunks} records (chunks: {stats.cascaded_chunks} written, "
+        f"{stats.promoted_chunks} read, {stats.dropped_cascade_chunks} dropped)"
     )

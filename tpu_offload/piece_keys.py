@@ -5,9 +5,8 @@
     part of a state       piece, number (2 bytes, big-endian)
 
 All records of a tier have the same length: that of a chunk, or a little more if padding on a device makes the states
-larger. A chunk of a window has the length of a chunk of full
-attention, and so one record, under the piece's name. A state has as many records as it needs: its bytes are divided
-evenly, and the last part is padded.
+larger. A chunk of a window has the length of a chunk of full attention, and so one record, under the piece's name. A
+state has as many records as it needs: its bytes are divided evenly, and the last part is padded.
 """
 
 import functools

@@ -14,7 +14,10 @@ from tests.storage.checkpoint_lives import (
     attach,
 )
 from tests.storage.memory_tier import NAME
-from tpu_offload import Match, MatchState, OffloadConfig, OffloadScheduler
+from tpu_offload import BlockHasher, Match, MatchState, OffloadConfig, OffloadScheduler
+from tpu_offload.core.index import Checkpoint
+from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.piece_keys import piece_key
 from tpu_offload.types import BlockHash, ChunkKey, JobKind
 
 A, B = (list(range(first, first + 6 * BLOCK_SIZE + 2)) for first in (1000, 2000))
@@ -298,12 +301,96 @@ def test_a_reset_clears_checkpoints_too(num_rows):
     assert wait(engine, "again", A)[0].state is MatchState.MISS
 
 
-def test_a_tier_that_is_too_small_for_a_state_comes_to_rest():
-    engine = make(num_rows=40, num_storage_chunks=1)
-    assert worker_of(engine).num_parts > 1
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_tier_that_is_too_small_for_a_checkpoint_comes_to_rest(num_rows, num_chunks, caplog):
+    """Its pieces would take turns for ever: each is evicted for another."""
+    engine = make(num_rows=num_rows, num_storage_chunks=num_chunks)
+    assert f"has room for {num_chunks} records, and a checkpoint of this model takes up to 3" in caplog.text
     serve(engine, "a", A)
     serve(engine, "b", B)
     assert not engine.scheduler._storage.tiers[0].records.may_end_at()
+
+
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(0, 3), (0, 4), (40, 9)])
+def test_a_tier_that_is_as_large_as_a_checkpoint_holds_one(num_rows, num_chunks, caplog):
+    engine = make(num_rows=num_rows, num_storage_chunks=num_chunks)
+    assert "a checkpoint of this model" not in caplog.text
+    for i in range(3):
+        serve(engine, f"a{i}", [i, *A])
+        records = engine.scheduler._storage.tiers[0].records
+        index = engine.scheduler._index
+        wanted = [name for piece in index.pieces_of(last_checkpoint(engine)) for name in records.of_slot(*piece)]
+        assert records.has(wanted)
+
+
+def last_checkpoint(engine: WindowEngine) -> Checkpoint:
+    return next(reversed(engine.scheduler._index._checkpoints._table.values()))
+
+
+def test_what_can_never_be_read_as_a_whole_is_not_begun(caplog):
+    """Two records may be in flight, one each way, and a checkpoint has three."""
+    engine = away(max_storage_gb_in_flight=1e-9)
+    assert "reads 1 records at a time" in caplog.text
+    before = engine.scheduler.stats().promoted_chunks
+    found, plans = wait(engine, "again", A)
+    assert (found.state, plans) == (MatchState.MISS, [])
+    assert engine.scheduler.stats().promoted_chunks == before, "not the chunks before it either"
+
+
+def test_a_far_tier_is_read_while_reads_from_the_near_one_are_suspended(num_rows):
+    engine = away(num_rows=num_rows, storage_tier=(NAME, NAME), num_storage_chunks=(200, 200), breaker_failures=1)
+    near, far = engine.scheduler._storage.tiers
+    assert near.records.stored.keys() == far.records.stored.keys()
+    near.reads._breaker.failed(-1, "injected")
+    found, plans = wait(engine, "again", A)
+    assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
+    assert {job.tier_id for plan in plans for job in plan.of(JobKind.PROMOTE)} == {1}
+
+
+def test_nothing_is_begun_while_all_reads_are_suspended(num_rows):
+    engine = away(num_rows=num_rows, breaker_failures=1)
+    engine.scheduler._storage.tiers[0].reads._breaker.failed(-1, "injected")
+    found, plans = wait(engine, "again", A)
+    assert (found.state, found.junction_tokens, plans) == (MatchState.MISS, 0, [])
+
+
+def test_pieces_are_looked_up_once_however_many_boundaries_lack_one(monkeypatch):
+    """The last piece of a long window was evicted, so 99 boundaries behind it look like those of a checkpoint."""
+    num_groups, num_chunks = 2, 100
+    layout = window_layout((num_chunks * BLOCK_SIZE - BLOCK_SIZE + 1,) * num_groups)
+    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=2000, num_cpu_chunks=8, save_on="compute")
+    scheduler = OffloadScheduler(config, layout)
+    assert scheduler._context.window_chunks == (num_chunks - 1,) * num_groups
+    block_hashes: list[BlockHash] = []
+    BlockHasher(layout.fingerprint(), block_size=BLOCK_SIZE).extend(block_hashes, list(range(300 * BLOCK_SIZE)))
+    records = scheduler._storage.tiers[0].records
+    keys = [ChunkKey(block_hash + scheduler._context.keys.namespace) for block_hash in block_hashes]
+    for key in [*keys, *(piece_key(key, group) for key in keys[101:199] for group in range(num_groups))]:
+        records.add(key)
+    assert len(records.may_end_at()) == num_chunks - 2
+    calls: list[Any] = []
+
+    def has(self: StoredRecords, names: Any) -> bool:
+        calls.append(names)
+        return self.stored.keys() >= {*names}
+
+    monkeypatch.setattr(StoredRecords, "has", has)
+    found = scheduler.match("a", block_hashes, num_tokens=300 * BLOCK_SIZE, num_computed_tokens=0)
+    assert found.state is MatchState.MISS
+    assert 0 < len(calls) <= num_chunks
+
+
+def test_a_checkpoint_that_one_step_cannot_demote_is_not_demoted_in_part():
+    worker = CheckpointWorker(num_host_chunks=100, staged=False)
+    config: dict[str, Any] = {"storage_tier": NAME, "num_storage_chunks": 200, "storage_write_on": "eviction"}
+    engine = WindowEngine((40 * BLOCK_SIZE,), workers=[worker], num_staging_blocks=200, num_cpu_chunks=100, **config)
+    attach(engine)
+    serve(engine, "a", list(range(45 * BLOCK_SIZE + 1)))
+    index = engine.scheduler._index
+    assert len(last_checkpoint(engine).slots) == 40
+    assert index._checkpoints.evict_one(()) is not None
+    assert not [job for plan in rest(engine) for job in plan.of(JobKind.DEMOTE)]
+    assert engine.scheduler.stats().dropped_demotion_chunks == 40
 
 
 def test_a_state_has_as_many_records_as_it_needs():

@@ -159,8 +159,8 @@ CHECKPOINT_MUTATIONS = (
     Mutation(
         "a checkpoint that is evicted is written from the slots of another",
         "StorageWrites.note_evicted_checkpoint",
-        "self._victims[piece] = slot",
-        "self._victims[piece] = 0",
+        "self._victims.update(new)",
+        "self._victims.update(dict.fromkeys(dict(new), 0))",
     ),
     Mutation(
         "a state counts as one record in flight",

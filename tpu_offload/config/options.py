@@ -232,8 +232,8 @@ class OffloadConfig(pydantic.BaseModel):
     )
     num_storage_chunks: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
         (),
-        description="Size of each storage tier in chunks, of each data-parallel rank; a tier needs this or "
-        "`TPU_OFFLOAD_STORAGE_GB`.",
+        description="Size of each storage tier in records, of each data-parallel rank: a chunk takes one, a state one or "
+        "several. A tier needs this or `TPU_OFFLOAD_STORAGE_GB`.",
     )
     storage_gb: tuple[Annotated[float, Field(gt=0, le=2**30, allow_inf_nan=False)], ...] = Field(
         (),
@@ -279,8 +279,8 @@ class OffloadConfig(pydantic.BaseModel):
     max_storage_gb_in_flight: tuple[Annotated[float, Field(gt=0, le=2**20, allow_inf_nan=False)], ...] = Field(
         (1.0,),
         description="Limit in GB of host memory for chunks on their way to and from a storage tier, beside the host "
-        "tier; at least one chunk each way. A chunk that is being copied into the host tier briefly takes twice its "
-        "size. One value is for all tiers, each of which has so much.",
+        "tier; at least one chunk, or state, each way. A chunk that is being copied into the host tier briefly takes "
+        "twice its size. One value is for all tiers, each of which has so much.",
     )
     job_timeout_s: float = Field(
         60.0,

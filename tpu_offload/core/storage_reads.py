@@ -147,6 +147,11 @@ class StorageReads:
         return sum([slot < self._first_state for slot in slots])
 
     @property
+    def are_admitted(self) -> bool:
+        """Whether its reads are not suspended."""
+        return self._breaker.admits(ACCOUNT)
+
+    @property
     def _max_slots(self) -> int:
         """Slots that promotions may hold: of half of the host tier an equal share, which no other tier can hold up."""
         return self._index.num_slots // (2 * self._num_tiers)
@@ -154,7 +159,7 @@ class StorageReads:
     @property
     def room(self) -> int:
         """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
-        if not self._breaker.admits(ACCOUNT):
+        if not self.are_admitted:
             return 0
         room = max(0, min(_MAX_PROMOTIONS, self._records.room_in_flight, self._max_slots - self._num_slots))
         return room if self._breaker.closed else min(room, 1)
@@ -162,10 +167,14 @@ class StorageReads:
     def has_room_for(self, num_records: int, num_slots: int) -> bool:
         """Whether so many records may be read now, into so many slots of chunks. A checkpoint is read as a whole."""
         return (
-            self._breaker.admits(ACCOUNT)
+            self.are_admitted
             and num_records <= self._records.room_in_flight
             and num_slots <= self._max_slots - self._num_slots
         )
+
+    def may_fit(self, num_records: int, num_slots: int) -> bool:
+        """Likewise, if nothing else is read, however much is written."""
+        return num_records <= self._records.max_read and num_slots <= self._max_slots
 
     # Estimates.
 

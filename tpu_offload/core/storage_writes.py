@@ -118,10 +118,14 @@ class StorageWrites:
         return key in self._candidates or key in self._records.writing
 
     def offer_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Makes a saved checkpoint a candidate, as far as admission accepts the chunk before it."""
-        if not self.demotes and self._admission.admits(checkpoint.key):
-            self._checkpoints[checkpoint.key] = None
-            self._limit(self._checkpoints)
+        """Makes a saved checkpoint a candidate, if admission accepts the chunk before it, and the tier can hold it."""
+        if self.demotes or not self._admission.admits(checkpoint.key):
+            return
+        if sum(map(self._records.num_records, checkpoint.slots)) > self._records.capacity:
+            self._counts.dropped_cascade_chunks += 1
+            return
+        self._checkpoints[checkpoint.key] = None
+        self._limit(self._checkpoints)
 
     def drop_candidate(self, key: ChunkKey) -> None:
         """Another engine has stored this chunk."""
@@ -157,10 +161,14 @@ class StorageWrites:
 
     def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
         """The host tier is about to evict a checkpoint; likewise."""
-        if self._admission.admits(checkpoint.key):
-            for piece, slot in self._index.pieces_of(checkpoint):
-                if not all(map(self._records.knows, self._records.of_slot(piece, slot))):
-                    self._victims[piece] = slot
+        if not self._admission.admits(checkpoint.key):
+            return
+        pieces = self._index.pieces_of(checkpoint)
+        new = [p for p in pieces if not all(map(self._records.knows, self._records.of_slot(*p)))]
+        if len(new) > _MAX_DEMOTIONS:  # a part of it would be of no use
+            self._counts.dropped_demotion_chunks += len(new)
+        else:
+            self._victims.update(new)
 
     # Planning.
 

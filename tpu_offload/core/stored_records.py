@@ -14,8 +14,6 @@ from tpu_offload.types import ChunkKey
 
 Keys = OrderedDict[ChunkKey, None]
 
-_NO_CHUNKS: dict[ChunkKey, ChunkKey] = {}
-
 
 @final
 class StoredRecords:
@@ -93,7 +91,7 @@ class StoredRecords:
 
     def may_end_at(self) -> dict[ChunkKey, ChunkKey]:
         """The chunks after which there may be a checkpoint in the tier. Not to be changed."""
-        return self._ends if self._has_pieces else _NO_CHUNKS
+        return self._ends
 
     def _end_of(self, name: ChunkKey) -> ChunkKey | None:
         """The chunk that a checkpoint follows if this record is its last piece; else None."""
@@ -179,9 +177,14 @@ class StoredRecords:
         return self.max_in_flight - len(self.writing) - len(self.promoting)
 
     @property
+    def max_read(self) -> int:
+        """The most that may be read at a time, whatever is written: at least half of what may be in flight."""
+        return self.max_in_flight - self.max_in_flight // 2
+
+    @property
     def room_to_write(self) -> int:
-        """How many more may be written. At least half of what may be in flight is for reads."""
-        return min(self.max_in_flight // 2 - len(self.writing), self.room_in_flight, self.room)
+        """How many more may be written."""
+        return min(self.max_in_flight - self.max_read - len(self.writing), self.room_in_flight, self.room)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree. For tests."""

@@ -183,7 +183,7 @@ class TierStack:
         if tier is None:
             return
         tier.look_up(request)
-        if self._checkpoints is not None and request.awaited_lookup is None:
+        if self._checkpoints is not None and request.awaited_lookup is None and not request.at_load_limit:
             self._look_up_checkpoints(request, tier, self._checkpoints)
 
     def _look_up_checkpoints(

@@ -288,6 +288,7 @@ class _Directory:
 
     def __init__(self, path: str, spec: StorageSpec) -> None:
         self._spec = spec
+        self._directory = os.path.dirname(path)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.generation = self._read_header()
@@ -308,7 +309,11 @@ class _Directory:
             return 0
         found = header.worker_id, header.record_nbytes, header.fingerprint
         if found != (spec.worker_id, spec.record_nbytes, spec.fingerprint):
-            _logger.warning("what another model, or other settings, left in the storage directory is dropped")
+            _logger.warning(
+                "storage directory %s: what another model, or other settings, left there is dropped; models that take "
+                "turns need a directory each",
+                self._directory,
+            )
             return 0
         return header.generation
 

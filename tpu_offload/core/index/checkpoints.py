@@ -185,6 +185,11 @@ class CheckpointTable:
         """How many pieces a checkpoint after `end` chunks has in each window group, and of states."""
         return tuple([min(end, most) for most in self._most_pieces])
 
+    def has_piece(self, piece: PieceKey) -> bool:
+        """Whether a piece is resident, or being saved."""
+        slot = self._slot_of.get(piece)
+        return slot is not None and slot not in self._lost
+
     def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
         """What has to be saved for the checkpoint after `end` chunks of a prefix; as `begin` says."""
         num_pieces = self.num_pieces(end)

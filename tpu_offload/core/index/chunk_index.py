@@ -171,12 +171,10 @@ class ChunkIndex:
 
     def has_usable(self, slot: int) -> bool:
         """Whether a slot is usable: its memory is there, and is not about to be given away."""
-        pool, first = (
-            (self._slots, 0)
-            if slot < self._tier_slots.first_state
-            else (self._state_slots, self._tier_slots.first_state)
-        )
-        return slot - first < pool.num_usable
+        first_state = self._tier_slots.first_state
+        if slot < first_state:
+            return slot < self._slots.num_usable
+        return slot - first_state < self._state_slots.num_usable
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -363,6 +361,14 @@ class ChunkIndex:
     def checkpoint(self, key: ChunkKey) -> Checkpoint | None:
         """See `CheckpointTable.get`."""
         return self._checkpoints.get(key)
+
+    def num_pieces(self, end: int) -> tuple[int, ...]:
+        """See `CheckpointTable.num_pieces`."""
+        return self._checkpoints.num_pieces(end)
+
+    def has_piece(self, piece: PieceKey) -> bool:
+        """See `CheckpointTable.has_piece`."""
+        return self._checkpoints.has_piece(piece)
 
     def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
         """See `CheckpointTable.missing_pieces`."""
