@@ -232,8 +232,8 @@ class OffloadConfig(pydantic.BaseModel):
     )
     num_storage_chunks: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
         (),
-        description="Size of each storage tier in records, of each data-parallel rank: a chunk takes one, a state one or "
-        "several. A tier needs this or `TPU_OFFLOAD_STORAGE_GB`.",
+        description="Size of each storage tier in records, of each data-parallel rank: a chunk takes one, a state one "
+        "or several. A tier needs this or `TPU_OFFLOAD_STORAGE_GB`.",
     )
     storage_gb: tuple[Annotated[float, Field(gt=0, le=2**30, allow_inf_nan=False)], ...] = Field(
         (),
