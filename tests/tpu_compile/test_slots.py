@@ -123,3 +123,13 @@ def test_rows_of_states_are_written_in_place_and_no_segment_is_copied(rows):
         # A copy of the row itself is one of a whole staging array here, since that is as large.
         assert [line for line in result["whole_copies"] if "[1," not in line] == [], program
         assert result["collectives"] == [], program
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_large_blocks_do_not_go_through_hbm(compiler, tp):
+    """The read takes more than its bound, so the library copies them by the host's CPU."""
+    case = Case("v6e:2x2", tp, page_shape=(128, 8, 2, 128), bucket=4, programs=("read_slot_hbm", "read_slot"))
+    by_hbm, by_host = compiler.compile([case])
+    assert 2.0 < by_hbm["temp_nbytes"] / by_hbm["block_nbytes"] < 2.5
+    assert by_hbm["temp_nbytes"] > by_hbm["bound_nbytes"]
+    assert by_host["temp_nbytes"] < by_host["bound_nbytes"]

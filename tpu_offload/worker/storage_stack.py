@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from tpu_offload.config import OffloadConfig
-from tpu_offload.kernels import make_slot_copiers, part_of_rank
+from tpu_offload.kernels import Part, SlotCopier, make_slot_copiers, part_of_rank
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import pinned_zeros
 from tpu_offload.storage import RecordFormat, StorageSpec, find_tier, make_tier
@@ -41,7 +41,6 @@ class StorageStack:
     Args:
       config: the settings, with a storage tier.
       layout: what a block is made of.
-      kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
       memories: per page group of chunks, the host tier.
       state_memories: likewise, of states.
       jobs: the worker's jobs.
@@ -54,7 +53,6 @@ class StorageStack:
         self,
         config: OffloadConfig,
         layout: KVLayout,
-        kv_caches: Sequence[Any],
         *,
         memories: Sequence[HostMemory],
         state_memories: Sequence[HostMemory] = (),
@@ -72,24 +70,14 @@ class StorageStack:
             allocate=pinned_zeros,
             precompile=not config.skip_jax_precompile,
         )
-        first_state, num_parts = config.host_chunks(layout), config.records_per_state(layout)
-        self._pools: list[list[SlotPool]] = []
-        for rank, copiers in enumerate(self._copiers):
-            of_chunks, of_states = copiers[: len(memories)], copiers[len(memories) :]
-            pools = [SlotPool(rank=rank, memories=memories, copiers=of_chunks)]
-            if of_states:
-                states = SlotPool(
-                    rank=rank, memories=state_memories, copiers=of_states, first_slot=first_state, num_parts=num_parts
-                )
-                pools.append(states)
-            self._pools.append(pools)
+        self._pools = [
+            _make_pools(config, layout, rank, copiers, memories=memories, state_memories=state_memories)
+            for rank, copiers in enumerate(self._copiers)
+        ]
         self._tiers: list[list[StorageCopies]] = []
         try:
-            for rank, (pools, own) in enumerate(zip(self._pools, parts, strict=True)):
-                # The layout's fingerprint names model and geometry, but not the shards.
-                formats = [layout.fingerprint().hex(), config.blocks_per_chunk, [part.shards for part in own]]
-                formats += [(pool.num_parts, [c.payload_format for c in pool.copiers]) for pool in pools]
-                fingerprint = hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES).digest()
+            for rank, own in enumerate(parts):
+                fingerprint = _fingerprint(config, layout, self._pools[rank], own)
                 self._tiers.append([])
                 for tier_id, num_chunks in enumerate(config.storage_chunks(layout)):
                     copies = self._make_copies(config, layout, rank, tier_id, fingerprint, num_chunks=num_chunks)
@@ -211,3 +199,41 @@ class StorageStack:
                 self._jobs.drop_ref([job.job_id], error)
             else:
                 start(self._tiers[job.rank][job.tier_id], (job,))
+
+
+def _make_pools(
+    config: OffloadConfig,
+    layout: KVLayout,
+    rank: int,
+    copiers: Sequence[SlotCopier],
+    *,
+    memories: Sequence[HostMemory],
+    state_memories: Sequence[HostMemory],
+) -> list[SlotPool]:
+    """The slots of a rank: of chunks, and of states if there are any.
+
+    Args:
+      config: the settings.
+      layout: what a block is made of.
+      rank: the rank.
+      copiers: its copiers, one for each memory.
+      memories, state_memories: as of `StorageStack`.
+    """
+    pools = [SlotPool(rank=rank, memories=memories, copiers=copiers[: len(memories)])]
+    if state_memories:
+        states = SlotPool(
+            rank=rank,
+            memories=state_memories,
+            copiers=copiers[len(memories) :],
+            first_slot=config.host_chunks(layout),
+            num_parts=config.records_per_state(layout),
+        )
+        pools.append(states)
+    return pools
+
+
+def _fingerprint(config: OffloadConfig, layout: KVLayout, pools: Sequence[SlotPool], parts: Sequence[Part]) -> bytes:
+    """Of all that the bytes of records depend on. The layout's names model and geometry, but not the shards."""
+    formats = [layout.fingerprint().hex(), config.blocks_per_chunk, [part.shards for part in parts]]
+    formats += [(pool.num_parts, [copier.payload_format for copier in pool.copiers]) for pool in pools]
+    return hashlib.blake2b(repr(formats).encode(), digest_size=FINGERPRINT_NBYTES).digest()

@@ -133,22 +133,19 @@ class OffloadWorker:
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
-        self._storage = self._make_storage(config, layout, kv_caches, worker_id=worker_id)
+        self._storage = self._make_storage(config, layout, worker_id=worker_id)
         setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._report = StepReport(
             worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup
         )
 
-    def _make_storage(
-        self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, worker_id: int
-    ) -> StorageStack | None:
+    def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
             return None
         return StorageStack(
             config,
             layout,
-            kv_caches,
             memories=self._tier.memories(),
             state_memories=self._tier.state_memories(),
             jobs=self._jobs,
