@@ -662,7 +662,7 @@ MUTATIONS = (
     Mutation(
         "a checkpoint outlives the chunk before it when that is evicted",
         "CheckpointTable.evict_at",
-        "self.drop(_)",
+        "self._evict(table[key], keeps_memory=keeps_memory)",
         "pass",
     ),
     Mutation(
