@@ -311,20 +311,51 @@ def test_a_tier_that_is_too_small_for_a_checkpoint_comes_to_rest(num_rows, num_c
     assert not engine.scheduler._storage.tiers[0].records.may_end_at()
 
 
-@pytest.mark.parametrize(("num_rows", "num_chunks"), [(0, 3), (0, 4), (40, 9)])
-def test_a_tier_that_is_as_large_as_a_checkpoint_holds_one(num_rows, num_chunks, caplog):
-    engine = make(num_rows=num_rows, num_storage_chunks=num_chunks)
+def test_a_tier_that_is_as_large_as_a_checkpoint_is_written(caplog):
+    engine = make(num_storage_chunks=3)
     assert "a checkpoint of this model" not in caplog.text
-    for i in range(3):
-        serve(engine, f"a{i}", [i, *A])
-        records = engine.scheduler._storage.tiers[0].records
-        index = engine.scheduler._index
-        wanted = [name for piece in index.pieces_of(last_checkpoint(engine)) for name in records.of_slot(*piece)]
-        assert records.has(wanted)
+    serve(engine, "a", A)
+    stats = engine.scheduler.stats()
+    assert (stats.cascaded_chunks, stats.dropped_cascade_chunks) == (9, 0), "six chunks, two of a window and one"
 
 
 def last_checkpoint(engine: WindowEngine) -> Checkpoint:
     return next(reversed(engine.scheduler._index._checkpoints._table.values()))
+
+
+@pytest.mark.parametrize(("num_rows", "max_gb"), [(0, 1.0), (40, 1.0), (40, 1e-9)])
+def test_checkpoints_are_written_however_many_chunks_wait(num_rows, max_gb):
+    """Each step completes 20 chunks; it writes eight slots at most, or one state."""
+    host = {"num_host_chunks": 200, "num_host_states": 20 if num_rows else 0}
+    layout = window_layout(() if num_rows else (9, 5), has_states=num_rows > 0, state_size=20)
+    settings: dict[str, Any] = {
+        "storage_tier": NAME,
+        "num_storage_chunks": 2000,
+        "num_cpu_chunks": 200,
+        "num_staging_blocks": 400,
+    }
+    engine = WindowEngine(
+        () if num_rows else (9, 5),
+        num_rows=num_rows,
+        num_blocks=400,
+        workers=[CheckpointWorker(**host, staged=False)],
+        layout=layout,
+        **settings,
+        max_storage_gb_in_flight=max_gb,
+    )
+    attach(engine)
+    tier = engine.scheduler._storage.tiers[0]
+    for i in range(12):
+        tokens = list(range(1000 * i, 1000 * i + 20 * BLOCK_SIZE + 1))
+        request = engine.add("a", tokens)
+        assert request is not None
+        while request.num_computed < len(tokens):
+            _, results = engine.step({"a": len(tokens) - request.num_computed})
+            engine.apply(engine.workers[0], results[0] + engine.workers[0].finish())
+        engine.remove("a")
+        assert tier.writes._candidates
+    assert len(tier.records.may_end_at()) >= 3
+    rest(engine)
 
 
 def test_what_can_never_be_read_as_a_whole_is_not_begun(caplog):

@@ -72,6 +72,7 @@ class StorageWrites:
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
         self._finished: deque[tuple[ChunkKey, Sequence[ChunkKey]]] = deque()  # see `finish`: last chunk, and all
+        self._checkpoints_first = False  # whose turn it is
         self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
         self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
         self._admission = AdmissionFilter(tier.admission, records.capacity)
@@ -227,6 +228,20 @@ class StorageWrites:
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
         batch = _Batch(self._records, max_slots=_MAX_CASCADES, room=self._room_to_write())
+        # They take turns: under load there are always more chunks, and neither is of use without the other.
+        if not self._checkpoints_first:
+            self._add_chunks(batch)
+        self._add_checkpoints(batch)
+        if self._checkpoints_first and (batch.keys or not self._checkpoints):  # else they wait for room
+            self._add_chunks(batch)
+            self._checkpoints_first = False
+        else:
+            self._checkpoints_first = True
+        if not batch.keys and (self._is_full or self._records.is_idle):
+            self._drop_candidates()
+        self._plan_writes(JobKind.CASCADE, batch, now_s)
+
+    def _add_chunks(self, batch: "_Batch") -> None:
         while self._candidates and not batch.is_full:
             key, _ = self._candidates.popitem(last=False)
             found = self._index.find((key,))
@@ -235,6 +250,8 @@ class StorageWrites:
             elif not batch.add(key, found[0]):
                 self._candidates[key] = None
                 break
+
+    def _add_checkpoints(self, batch: "_Batch") -> None:
         while self._checkpoints and not batch.is_full:
             key = next(iter(self._checkpoints))
             checkpoint = self._index.checkpoint(key)
@@ -245,9 +262,6 @@ class StorageWrites:
             else:
                 self._counts.dropped_cascade_chunks += 1
             del self._checkpoints[key]
-        if not batch.keys and (self._is_full or self._records.is_idle):
-            self._drop_candidates()
-        self._plan_writes(JobKind.CASCADE, batch, now_s)
 
     def _plan_writes(self, kind: JobKind, batch: "_Batch", now_s: float) -> None:
         if batch.keys:
