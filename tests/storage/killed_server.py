@@ -58,7 +58,7 @@ def remove_temporary_files(directory: Path) -> int:
 def damage(path: Path, rng: random.Random) -> None:
     """Cuts a record short, or loses the bytes of its end, payload included."""
     data = path.read_bytes()
-    kept = rng.randrange(len(data) - PAGE_NBYTES)  # the padding is less than a page, and no checksum covers it
+    kept = rng.randrange(max(1, len(data) - PAGE_NBYTES))  # the padding is less than a page, and no checksum covers it
     lost = bytes(len(data) - kept)
     path.write_bytes(data[:kept] + rng.choice([b"", lost if data[kept:] != lost else b"\xff" * len(lost)]))
 

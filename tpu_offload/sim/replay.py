@@ -14,11 +14,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tpu_offload.config import StorageAdmission
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
+from tpu_offload.core.storage_reads import MAX_PROMOTIONS
+from tpu_offload.core.storage_writes import MAX_DEMOTIONS
 from tpu_offload.sim.hbm import HBMResult, no_hbm
-from tpu_offload.sim.secondary import SecondaryMode, SecondaryTier
+from tpu_offload.sim.storage import StorageSetup, StorageTier
 from tpu_offload.sim.tier import Tier
 from tpu_offload.sim.trace import Trace
 from tpu_offload.types import ChunkKey
@@ -32,17 +33,30 @@ class TierSetup:
       num_chunks: capacity of the host tier. Capacity beyond the blocks of the trace takes no memory.
       save_on: when blocks are saved.
       num_sightings: see `SaveBySightings`.
-      num_secondary_chunks: capacity of the secondary tier; 0 for none.
-      secondary_mode: when chunks are copied there.
-      secondary_admission: which chunks it takes.
+      storage: the storage tiers below the host tier, nearest first.
     """
 
     num_chunks: int
     save_on: SaveEvent = SaveEvent.COMPUTE
     num_sightings: int = 1
-    num_secondary_chunks: int = 0
-    secondary_mode: SecondaryMode = SecondaryMode.CASCADE
-    secondary_admission: StorageAdmission = StorageAdmission.ALL
+    storage: tuple[StorageSetup, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageOutcome:
+    """The result of one storage tier.
+
+    Attributes:
+      hits: per request, blocks that hit there.
+      num_written: chunks written to it.
+      num_evicted: chunks that it evicted.
+      num_dropped: chunks that the host tier evicted, and for which it had no room.
+    """
+
+    hits: tuple[int, ...]
+    num_written: int = 0
+    num_evicted: int = 0
+    num_dropped: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,19 +65,19 @@ class Outcome:
 
     Attributes:
       host_hits: per request, blocks that hit in the host tier.
-      secondary_hits: per request, blocks that hit in the secondary tier.
-      num_saved: chunks saved to the host tier, including promotions from the secondary tier.
+      storage: of each storage tier, nearest first.
+      num_saved: chunks saved to the host tier from HBM.
+      num_promoted: chunks read into the host tier from storage.
       num_evicted: chunks that the host tier evicted.
       num_dropped: chunks for which the host tier had no room.
-      num_secondary_saved: chunks saved to the secondary tier.
     """
 
     host_hits: tuple[int, ...]
-    secondary_hits: tuple[int, ...]
+    storage: tuple[StorageOutcome, ...] = ()
     num_saved: int = 0
+    num_promoted: int = 0
     num_evicted: int = 0
     num_dropped: int = 0
-    num_secondary_saved: int = 0
 
 
 def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result: HBMResult | None = None) -> Outcome:
@@ -89,66 +103,128 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result
 class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
-        has_secondary = setup.num_secondary_chunks > 0
-        self._demotes = has_secondary and setup.secondary_mode is SecondaryMode.DEMOTE
+        self._storage = [StorageTier(tier, num_blocks=trace.num_blocks) for tier in setup.storage]
+        self._demotes = any(tier.demotes for tier in self._storage)
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
-        # The sketch of admission is sized by the occurrences of blocks, like that of sightings below.
-        num_secondary = min(setup.num_secondary_chunks, trace.num_blocks)
-        self._secondary = SecondaryTier(num_secondary, setup.secondary_admission) if has_secondary else None
+        # Of half of the host tier an equal share is for the promotions of each tier.
+        self._most_read = min(MAX_PROMOTIONS, setup.num_chunks // (2 * max(1, len(setup.storage))))
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
         # Sightings are counted per occurrence, so the sketch is sized by the occurrences of blocks, not by unique ones.
         self._saves.resize(min(setup.num_chunks, trace.num_blocks))
         self._uses = map(Use, itertools.count())
-        self._hits: list[tuple[int, int]] = []
+        self._host_hits: list[int] = []
+        self._storage_hits: list[list[int]] = [[] for _ in self._storage]
 
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
-        host, secondary, saves = self._host, self._secondary, self._saves
+        host, saves = self._host, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.observe(use, keys)
         in_host = host.find(keys)
-        if secondary:
-            self._admit(secondary, keys, in_hbm=in_hbm, in_host=in_host)
-        found = max(in_hbm, in_host)
-        in_secondary = secondary.find(keys, found) if secondary else 0
-        self._hits.append((found - in_hbm, in_secondary))
+        for tier in self._storage:
+            tier.observe(keys, in_host)
+        self._host_hits.append(max(in_hbm, in_host) - in_hbm)
+        if self._storage:
+            in_host = self._read_storage(use, keys, in_hbm=in_hbm, in_host=in_host)
         promised = keys[:in_host] if in_host > in_hbm else ()
         host.touch(use, keys, len(promised))
+        if promised:
+            for tier in self._storage:
+                tier.hit(promised)
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(evicted):
-                self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
-            host.settle()
+                host.save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
+            self._settle()
             host.unpin(promised)
-        found += in_secondary
-        end = found if in_secondary else 0  # hits in the secondary tier are promoted to the host tier
+        end = 0
         if saves.saves_on(SaveEvent.COMPUTE):
-            end = max(end, saves.num_chunks_worth_saving(keys, 0, len(keys)))
-        self._save(use, keys, end)
-        host.settle()
-        host.touch(use, keys, max(end, found))
-        if secondary:
-            secondary.touch(keys)
+            end = saves.num_chunks_worth_saving(keys, 0, len(keys))
+            self._save(use, keys, end)
+        self._settle()
+        host.touch(use, keys, max(end, in_hbm, in_host))
 
-    def _admit(self, secondary: SecondaryTier, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> None:
-        """Counts a request's use of its prefix; a cascade writes what is in the host tier and is admitted only now."""
-        admission = secondary.admission
-        admission.observe(keys)
-        if in_host > in_hbm:
-            admission.hit(keys[:in_host])
-        if admission.depends_on_uses and not self._demotes:
-            secondary.save(reversed(keys[:in_host]))
+    def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:
+        """Promotes what follows in storage, run by run, and counts the hits; returns how far the host tier has it.
+
+        Each run is from the nearest tier that has the next chunk.
+        """
+        host, hits = self._host, [0] * len(self._storage)
+        found = max(in_hbm, in_host)
+        while found < len(keys):
+            end = min(len(keys), found + self._most_read)
+            number = self._choose(keys, in_host, found, end)
+            if number is None:
+                break
+            tier = self._storage[number]
+            new = host.promote(use, keys, in_host, len(tier.leading(keys[in_host:end])[: self._most_read]))
+            tier.read(new)
+            self._step(read_from=number)
+            self._settle()
+            in_host = host.find(keys)
+            if in_host <= found:  # no room
+                break
+            hits[number] += in_host - found
+            found = in_host
+        for all_hits, num in zip(self._storage_hits, hits, strict=True):
+            all_hits.append(num)
+        return in_host
+
+    def _choose(self, keys: Sequence[ChunkKey], in_host: int, found: int, end: int) -> int | None:
+        """The nearest tier that has the next chunk, and all that the host tier lacks before it."""
+        for number, tier in enumerate(self._storage):
+            if keys[found] in tier and tier.leading(keys[in_host:end]):
+                return number
+        return None
+
+    def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
+        """Saves a prompt; where evictions are demoted, in pieces of what a step can demote.
+
+        As by an engine that computes a long prompt in several steps.
+        """
+        if self._demotes:
+            for part in range(self._host.find(keys) + MAX_DEMOTIONS, end, MAX_DEMOTIONS):
+                self._host.save(use, keys, part)
+                self._settle()
+        if end:
+            self._host.save(use, keys, end)
+
+    def _settle(self) -> None:
+        """Steps until nothing is in flight."""
+        host = self._host
+        while host.has_copies or any(tier.has_plans for tier in self._storage):
+            self._step()
+
+    def _step(self, *, read_from: int | None = None) -> None:
+        """What was evicted is demoted, candidates are written, and then the copies of the step end.
+
+        Args:
+          read_from: the tier from which the copies in flight read; the nearer ones are offered what comes from it.
+        """
+        if self._demotes:
+            evicted = self._host.take_evicted()
+            for tier in self._storage:
+                if tier.demotes:
+                    tier.demote(evicted)
+        for tier in self._storage:
+            if tier.has_plans:
+                tier.write(self._host.has)
+        done = self._host.settle()
+        for tier in self._storage[:read_from]:
+            tier.offer(done)
 
     def outcome(self) -> Outcome:
         """The result so far."""
-        host, secondary = zip(*self._hits, strict=True) if self._hits else ((), ())
         return Outcome(
-            host_hits=host,
-            secondary_hits=secondary,
+            host_hits=tuple(self._host_hits),
+            storage=tuple(
+                StorageOutcome(tuple(hits), tier.num_written, tier.num_evicted, tier.num_dropped)
+                for tier, hits in zip(self._storage, self._storage_hits, strict=True)
+            ),
             num_saved=self._host.num_saved,
+            num_promoted=self._host.num_promoted,
             num_evicted=self._host.num_evicted,
             num_dropped=self._host.num_dropped,
-            num_secondary_saved=self._secondary.num_saved if self._secondary else 0,
         )
 
     def _prefixes(self, evicted: Iterable[int]) -> Iterable[list[ChunkKey]]:
@@ -168,14 +244,3 @@ class _Replay:
             covered.update(prefix)
             if prefix:
                 yield [keys[number] for number in reversed(prefix)]
-
-    def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
-        if not end:
-            return
-        new = self._host.save(use, keys, end)
-        if self._secondary is None:
-            return
-        if self._demotes:
-            self._secondary.save(self._host.take_evicted())
-        else:
-            self._secondary.save(reversed(new))

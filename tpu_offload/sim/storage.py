@@ -1,0 +1,144 @@
+"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.tiering` plans it.
+
+Admission and the limits of a step are the library's own. No copy fails or takes longer than its step, and what may be
+in flight is not limited. A tier has no prefix rule: it may hold the tail of a prefix whose head is in the host tier
+only, and a lookup continues in it where the host tier ends.
+"""
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from tpu_offload.config import StorageAdmission, StorageWriteEvent
+from tpu_offload.core.storage_admission import AdmissionFilter
+from tpu_offload.core.storage_writes import MAX_CASCADES, MAX_DEMOTIONS
+from tpu_offload.types import ChunkKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StorageSetup:
+    """One tier of a stack.
+
+    Attributes:
+      num_chunks: its capacity. Capacity beyond the blocks of the trace takes no memory.
+      write_on: when chunks are written to it.
+      admission: which chunks it takes.
+    """
+
+    num_chunks: int
+    write_on: StorageWriteEvent = StorageWriteEvent.SAVE
+    admission: StorageAdmission = StorageAdmission.ALL
+
+
+@final
+class StorageTier:
+    """The chunks of one tier.
+
+    Args:
+      setup: its settings.
+      num_blocks: prompt blocks of the trace.
+
+    Attributes:
+      demotes: whether what the host tier evicts is written, instead of what is saved.
+      num_written, num_evicted: chunks, so far.
+      num_dropped: chunks that the host tier evicted and for which there was no room.
+    """
+
+    def __init__(self, setup: StorageSetup, *, num_blocks: int) -> None:
+        # The sketch of admission is sized by the occurrences of blocks, not by unique ones.
+        self._capacity = min(setup.num_chunks, num_blocks)
+        self._admission = AdmissionFilter(setup.admission, self._capacity)
+        self._stored: OrderedDict[ChunkKey, None] = OrderedDict()  # least recently used first
+        self._candidates: OrderedDict[ChunkKey, None] = OrderedDict()  # to write, oldest first
+        self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
+        self.num_written = self.num_evicted = self.num_dropped = 0
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._stored
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `write` would write something."""
+        return bool(self._candidates)
+
+    # What may be written.
+
+    def observe(self, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+        """A request contains these chunks, of which the host tier has the first."""
+        self._touch(reversed(keys))  # the head last, so that tails are evicted first
+        self._admission.observe(keys)
+        self._offer_admitted(keys[:num_in_host])
+
+    def hit(self, keys: Sequence[ChunkKey]) -> None:
+        """A request loads the last of these chunks, a prefix, from the host tier."""
+        self._admission.hit(keys)
+        self._offer_admitted(keys)
+
+    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+        if self._admission.depends_on_uses:
+            self.offer(keys)
+
+    def offer(self, keys: Iterable[ChunkKey]) -> None:
+        """Chunks are in the host tier; those that admission takes are written in the next steps."""
+        if not self.demotes:
+            admits, stored = self._admission.admits, self._stored
+            self._candidates.update((key, None) for key in keys if key not in stored and admits(key))
+
+    # A step.
+
+    def write(self, is_in_host: Callable[[ChunkKey], bool]) -> None:
+        """Writes candidates, as many as one step does."""
+        room = self._room
+        self._evict(min(len(self._candidates), MAX_CASCADES) - room)  # which is room from the next step on
+        batch: list[ChunkKey] = []
+        while self._candidates and len(batch) < min(MAX_CASCADES, room):
+            key, _ = self._candidates.popitem(last=False)
+            if is_in_host(key) and key not in self._stored:
+                batch.append(key)
+        self._add(batch)
+
+    def demote(self, evicted: Sequence[ChunkKey]) -> None:
+        """Writes what the host tier has evicted, in its order, tails first; what has no room is dropped.
+
+        A demotion cannot wait for the end of a deletion, so some room is kept free.
+        """
+        victims = [key for key in evicted if key not in self._stored and self._admission.admits(key)]
+        if not victims:
+            return
+        kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))
+        batch = victims[::-1][: min(MAX_DEMOTIONS, self._room)]
+        self.num_dropped += len(victims) - len(batch)
+        self._evict(kept_free - self._room)
+        self._add(batch)
+        self._evict(kept_free - self._room)
+
+    def read(self, keys: Sequence[ChunkKey]) -> None:
+        """These chunks are read."""
+        self._touch(keys)
+
+    def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """The chunks up to the first one that it does not have."""
+        return list(itertools.takewhile(self._stored.__contains__, keys))
+
+    # Inside.
+
+    @property
+    def _room(self) -> int:
+        return self._capacity - len(self._stored)
+
+    def _touch(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            if key in self._stored:
+                self._stored.move_to_end(key)
+
+    def _add(self, batch: Sequence[ChunkKey]) -> None:
+        for key in reversed(batch):
+            self._stored[key] = None
+        self.num_written += len(batch)
+
+    def _evict(self, num_chunks: int) -> None:
+        for _ in range(min(num_chunks, len(self._stored))):
+            self._stored.popitem(last=False)
+            self.num_evicted += 1
