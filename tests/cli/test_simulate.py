@@ -153,9 +153,9 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
     flags: tuple[str, ...] = ("--save-on", save_on)
     num_unique = read_traces([trace_path]).num_unique_blocks
     sizes = []
-    for flag in ("--hbm", "--secondary"):
+    for flag in ("--hbm", "--storage"):
         for size in (num_unique, 10**12):
-            hbm = ("--hbm", "9") if flag == "--secondary" else ()
+            hbm = ("--hbm", "9") if flag == "--storage" else ()
             sizes.append(report_of(tmp_path, trace_path, *flags, *hbm, flag, str(size), "--sizes", "0.05"))
         assert results_of(sizes[-1]) == results_of(sizes[-2])
     assert [report["num_hbm_blocks"] for report in sizes] == [num_unique, 10**12, 9, 9]
@@ -168,37 +168,64 @@ def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, sav
 
 
 def results_of(report):
-    return [row | {"run_s": 0, "num_secondary_chunks": 0} for row in report["results"]]
+    """Without the sizes of storage, and how long it took."""
+    tiers = [[tier | {"num_chunks": 0} for tier in row["storage"]] for row in report["results"]]
+    return [row | {"run_s": 0, "storage": storage} for row, storage in zip(report["results"], tiers, strict=True)]
 
 
-def test_sizes_and_admission_of_the_secondary_tier(tmp_path, trace_path, capsys):
-    flags = ("--policies", "lru", "belady", "--sizes", "0.1", "--secondary", "20", "0.5")
-    saved = {}
+def test_sizes_and_admission_of_storage(tmp_path, trace_path, capsys):
+    flags = ("--policies", "lru", "belady", "--sizes", "0.1", "--storage", "20", "0.5")
+    written = {}
     for admission in ("all", "second_sighting", "after_hit"):
-        report = report_of(tmp_path, trace_path, *flags, "--secondary-admission", admission)
-        assert report["secondary_admission"] == admission
+        report = report_of(tmp_path, trace_path, *flags, "--storage-admission", admission)
+        assert report["storage_admission"] == [admission]
         rows = report["results"]
-        assert [row["policy"] for row in rows] == ["lru", "lru", "belady"], "the bound has no secondary tier"
-        assert [row["num_secondary_chunks"] for row in rows] == [20, round(report["num_unique_blocks"] / 2), 0]
-        assert rows[0]["secondary_hit_rate"] < rows[1]["secondary_hit_rate"]
-        saved[admission] = rows[1]["num_secondary_saved_chunks"]
-    assert 0 < saved["after_hit"] < saved["all"] > saved["second_sighting"] > 0
+        assert [row["policy"] for row in rows] == ["lru", "lru", "belady"], "the bound has no storage"
+        sizes = [[tier["num_chunks"] for tier in row["storage"]] for row in rows]
+        assert sizes == [[20], [round(report["num_unique_blocks"] / 2)], []]
+        assert rows[0]["storage_hit_rate"] < rows[1]["storage_hit_rate"]
+        written[admission] = rows[1]["storage"][0]["num_written_chunks"]
+    assert 0 < written["after_hit"] < written["all"] > written["second_sighting"] > 0
     out = capsys.readouterr().out
-    assert "Prefix hit rate of both tiers" in out
+    assert "Prefix hit rate of all tiers" in out
     assert "lru + 20" in out
 
 
-def test_hbm_and_secondary(tmp_path, trace_path, capsys):
+def test_a_stack(tmp_path, trace_path, capsys):
+    flags: tuple[str, ...] = ("--policies", "lru", "belady", "--sizes", "0.1", *MODEL)
+    flags += ("--storage", "30;0.9", "50;90 ;1GB", "--storage-admission", "all")
+    report = report_of(tmp_path, trace_path, *flags)
+    two, three, bound = report["results"]
+    assert [tier["num_chunks"] for tier in two["storage"]] == [30, round(0.9 * report["num_unique_blocks"])]
+    assert [tier["num_chunks"] for tier in three["storage"]] == [50, 90, 2**30 // report["chunk_nbytes"]]
+    assert bound["storage"] == []
+    for row in (two, three):
+        assert all(tier["hit_rate"] > 0 for tier in row["storage"])
+        assert row["storage_hit_rate"] == pytest.approx(sum(tier["hit_rate"] for tier in row["storage"]))
+        num_read = sum(tier["num_read_chunks"] for tier in row["storage"])
+        assert row["num_loaded_chunks"] > num_read > 0
+        assert row["loaded_nbytes"] == row["num_loaded_chunks"] * report["chunk_nbytes"]
+    out = capsys.readouterr().out
+    for title in ("Prefix hit rate of storage tier 2", "Written to storage tier 0, GB", "Read from storage tier 1, GB"):
+        assert title in out
+    flags = ("--policies", "lru", "--sizes", "0.1", "--storage", "30;0.9")
+    one = report_of(tmp_path, trace_path, *flags, "--storage-write-on", "eviction;save")["results"][0]
+    assert [tier["write_on"] for tier in one["storage"]] == ["eviction", "save"]
+    assert [tier["admission"] for tier in one["storage"]] == ["all", "all"]
+    assert one["storage"][0]["num_written_chunks"] < two["storage"][0]["num_written_chunks"]
+
+
+def test_hbm_and_storage(tmp_path, trace_path, capsys):
     flags = ("--policies", "lru", "--sizes", "0.1", "--hbm", "0.05", "--save-on", "eviction")
-    report = report_of(tmp_path, trace_path, *flags, "--secondary", "200", "--secondary-mode", "demote")
+    report = report_of(tmp_path, trace_path, *flags, "--storage", "200", "--storage-write-on", "eviction")
     (row,) = report["results"]
     assert row["hbm_hit_rate"] > 0
     assert row["prefix_hit_rate"] > 0
-    assert row["secondary_hit_rate"] > 0
-    assert row["num_secondary_saved_chunks"] > 0
+    assert row["storage_hit_rate"] > 0
+    assert row["storage"][0]["num_written_chunks"] > 0
     out = capsys.readouterr().out
     assert "saved on eviction" in out
-    assert "Prefix hit rate of the secondary tier" in out
+    assert "Prefix hit rate of storage" in out
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -245,13 +272,17 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
         error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before reading the trace
         assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
     for size in ("99999999999999999999", "9" * 400, "9" * 5000):
-        for flag in ("--hbm", "--secondary"):
+        for flag in ("--hbm", "--storage"):
             assert f"{size!r}; expected at most 1000000000000 chunks" in error_of(trace_path, flag, size)
     assert "'1e30'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e30", *MODEL)
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
     assert "set its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
-    assert "no effect without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
-    assert "no effect without --secondary" in error_of(trace_path, "--secondary-admission", "after_hit")
+    assert "no effect without --storage" in error_of(trace_path, "--storage-write-on", "eviction")
+    assert "no effect without --storage" in error_of(trace_path, "--storage-admission", "after_hit;all")
+    several = ("--storage", "5;0.5;9", "--storage-write-on", "save;eviction")
+    assert "has 2 values, and --storage 5 chunks;0.5;9 chunks 3; expected 1 or 3" in error_of(trace_path, *several)
+    assert "'save;'; expected one of save, eviction" in error_of(trace_path, "--storage-write-on", "save;")
+    assert "''; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--storage", "5;")
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
@@ -317,7 +348,19 @@ def run_command(*argv, hash_seed):
 
 
 def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
-    flags = ("--sizes", "0.05", "0.2", "--save-after-sightings", "2", "--hbm", "30", "--secondary", "40", "--jobs", "1")
+    flags = (
+        "--sizes",
+        "0.05",
+        "0.2",
+        "--save-after-sightings",
+        "2",
+        "--hbm",
+        "30",
+        "--storage",
+        "40;90",
+        "--jobs",
+        "1",
+    )
     processes = [
         run_command("--trace", str(trace_path), *flags, "--json", str(tmp_path / f"{seed}.json"), hash_seed=seed)
         for seed in ("1", "2")

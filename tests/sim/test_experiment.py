@@ -63,7 +63,7 @@ def test_parts_add_up(trace):
         Case(BOUND, 0.1, TierSetup(50))
     )
     assert (result.first.num_host_hits, result.second.num_host_hits) == (sum(hits[:60]), sum(hits[60:]))
-    assert result.first + result.second == HitCounts(trace.num_blocks, 0, sum(hits), 0)
+    assert result.first + result.second == HitCounts(trace.num_blocks, 0, sum(hits), ())
 
 
 @pytest.mark.parametrize("num_hbm_blocks", [0, 40])
@@ -80,7 +80,7 @@ def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
     assert split.second.num_host_hits >= whole.second.num_host_hits
     assert split.second.num_host_hits == sum(belady_hits(trace, 50, first_counted=60, hbm_result=hbm_result)[60:])
     nothing_before = Experiment(trace, split=0, only_second=True, hbm_result=hbm_result).run(case)
-    assert nothing_before.first == HitCounts(0, 0, 0, 0)
+    assert nothing_before.first == HitCounts(0, 0, 0, ())
 
 
 def test_closing_it_early_ends_its_processes(trace):

@@ -1,6 +1,5 @@
 """Replays compared with simple references: ordered dictionaries instead of the index and its policies."""
 
-import dataclasses
 import itertools
 import random
 from collections import OrderedDict
@@ -8,9 +7,9 @@ from collections import OrderedDict
 import pytest
 
 from tests.sim.traces import chats, make_trace, random_trace
-from tpu_offload.config import SaveEvent, StorageAdmission
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
-from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, replay, simulate_hbm
+from tpu_offload.sim import StorageSetup, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)
@@ -139,38 +138,60 @@ def test_saved_at_the_second_sighting(tmp_path):
     assert outcome.num_saved == 2
 
 
-@pytest.mark.parametrize("mode", SecondaryMode)
-def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
+def storage_hits(outcome):
+    """Per request, blocks that hit in any storage tier."""
+    return [sum(hits) for hits in zip(*(tier.hits for tier in outcome.storage), strict=True)]
+
+
+@pytest.mark.parametrize("write_on", StorageWriteEvent)
+def test_a_storage_tier_with_room_for_all(chat_trace, write_on):
     """Everything that was ever saved hits in one of the tiers."""
-    for size in (35, 60, 200):
-        setup = TierSetup(size, num_secondary_chunks=10**4, secondary_mode=mode)
-        outcome = replay(chat_trace, LRUPolicy(), setup)
-        hits = tuple(a + b for a, b in zip(outcome.host_hits, outcome.secondary_hits, strict=True))
+    for size in (60, 90, 200):
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(size, storage=(StorageSetup(10**4, write_on),)))
+        hits = tuple(a + b for a, b in zip(outcome.host_hits, storage_hits(outcome), strict=True))
         assert hits == unlimited_hits(chat_trace)
         assert outcome.host_hits == plain_hits(chat_trace, size)
-        most = outcome.num_evicted if mode is SecondaryMode.DEMOTE else chat_trace.num_unique_blocks
-        assert 0 < outcome.num_secondary_saved <= most
+        most = outcome.num_evicted if write_on is StorageWriteEvent.HOST_EVICTION else chat_trace.num_unique_blocks
+        assert 0 < outcome.storage[0].num_written <= most
+        assert sum(storage_hits(outcome)) == outcome.num_promoted > 0
 
 
-@pytest.mark.parametrize("mode", SecondaryMode)
-def test_admission_writes_only_what_was_used(chat_trace, mode):
+@pytest.mark.parametrize("write_on", StorageWriteEvent)
+def test_admission_writes_only_what_was_used(chat_trace, write_on):
     """With room for all, each chunk that is used often enough is written once, and no other is."""
-    setup = TierSetup(60, num_secondary_chunks=10**4, secondary_mode=mode)
-    everything = replay(chat_trace, LRUPolicy(), setup)
+
+    def run(admission):
+        return replay(chat_trace, LRUPolicy(), TierSetup(60, storage=(StorageSetup(10**4, write_on, admission),)))
+
+    everything = run(StorageAdmission.ALL)
     for admission in (StorageAdmission.SECOND_SIGHTING, StorageAdmission.AFTER_HIT):
-        outcome = replay(chat_trace, LRUPolicy(), dataclasses.replace(setup, secondary_admission=admission))
-        assert 0 < outcome.num_secondary_saved < everything.num_secondary_saved
-        assert 0 < sum(outcome.secondary_hits) < sum(everything.secondary_hits)
+        outcome = run(admission)
+        assert 0 < outcome.storage[0].num_written < everything.storage[0].num_written
+        assert 0 < sum(storage_hits(outcome)) < sum(storage_hits(everything))
     prompts = [set(request.blocks) for request in chat_trace.requests]
     num_seen_twice = sum(sum(block in blocks for blocks in prompts) > 1 for block in set().union(*prompts))
-    setup = dataclasses.replace(setup, secondary_admission=StorageAdmission.SECOND_SIGHTING)
-    assert replay(chat_trace, LRUPolicy(), setup).num_secondary_saved <= num_seen_twice
+    assert run(StorageAdmission.SECOND_SIGHTING).storage[0].num_written <= num_seen_twice
 
 
-def test_a_small_secondary_tier(chat_trace):
-    """With demote it holds other chunks than the host tier, with cascade mostly the same."""
-    sums = {}
-    for mode in SecondaryMode:
-        outcome = replay(chat_trace, LRUPolicy(), TierSetup(60, num_secondary_chunks=60, secondary_mode=mode))
-        sums[mode] = sum(outcome.secondary_hits)
-    assert sums[SecondaryMode.DEMOTE] > 2 * sums[SecondaryMode.CASCADE]
+def test_a_small_storage_tier(chat_trace):
+    """With writes on eviction it holds other chunks than the host tier, with writes on save mostly the same."""
+    sums = {
+        write_on: sum(
+            storage_hits(replay(chat_trace, LRUPolicy(), TierSetup(60, storage=(StorageSetup(60, write_on),))))
+        )
+        for write_on in StorageWriteEvent
+    }
+    assert sums[StorageWriteEvent.HOST_EVICTION] > 2 * sums[StorageWriteEvent.SAVE]
+
+
+def test_a_stack_hits_where_its_tiers_alone_would(chat_trace):
+    """The near tier takes hits from the far one, and together they hit about as much as the far one alone."""
+
+    def run(*sizes):
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(40, storage=tuple(map(StorageSetup, sizes))))
+        return [sum(tier.hits) for tier in outcome.storage]
+
+    (near,), (far,), both = run(70), run(10**4), run(70, 10**4)
+    assert both[0] >= 0.9 * near > 0
+    assert both[1] > 0
+    assert sum(both) == far

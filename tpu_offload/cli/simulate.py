@@ -15,8 +15,9 @@ import click
 from tpu_offload.cli.command import require
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import output_file, write_file, write_json
-from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
-from tpu_offload.config import SaveEvent, StorageAdmission
+from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
@@ -24,7 +25,7 @@ from tpu_offload.sim import (
     Case,
     Experiment,
     Result,
-    SecondaryMode,
+    StorageSetup,
     TierSetup,
     Trace,
     no_hbm,
@@ -37,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
-_MODES = [mode.value for mode in SecondaryMode]
+_WRITE_EVENTS = [event.value for event in StorageWriteEvent]
 _ADMISSIONS = [admission.value for admission in StorageAdmission]
 _SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
@@ -52,6 +53,20 @@ def _policy(name: str) -> str:
     elif name not in POLICIES and name != BOUND:
         raise click.BadParameter(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}, or module:Class")
     return name
+
+
+def _per_tier(expected: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Parses one word for all tiers, or one for each: `save`, `eviction;save`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in text.split(SEPARATOR))
+        for word in words:
+            if word not in expected:
+                several = f"for all tiers, or one for each, separated by {SEPARATOR!r}"
+                raise click.BadParameter(f"{text!r}; expected one of {', '.join(expected)} {several}")
+        return words
+
+    return parse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +84,9 @@ class _Options:
     hbm: Size | None
     save_on: str
     save_after_sightings: int
-    secondary: tuple[Size, ...] | None
-    secondary_mode: str | None
-    secondary_admission: str | None
+    storage: tuple[tuple[Size, ...], ...] | None
+    storage_write_on: tuple[str, ...] | None
+    storage_admission: tuple[str, ...] | None
     num_layers: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -127,17 +142,23 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 )
 @number("--save-after-sightings", "save a block once N requests contained it (1)", high=15, default=1)
 @option(
-    "--secondary",
-    MultiValue(size_flag, commas=True),
-    "SIZE...",
-    "sizes of a secondary tier behind the host tier, as for --hbm",
+    "--storage",
+    MultiValue(stack_flag, commas=True),
+    "SIZE[;SIZE]...",
+    "sizes of a storage tier below the host tier, or of several, nearest first (0.05;0.5), each as for --hbm",
 )
-@option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
 @option(
-    "--secondary-admission",
-    click.Choice(_ADMISSIONS),
-    None,
-    f"which chunks the secondary tier takes ({_ADMISSIONS[0]})",
+    "--storage-write-on",
+    _per_tier(_WRITE_EVENTS),
+    "EVENT[;EVENT]",
+    f"when chunks are written to it: {' or '.join(_WRITE_EVENTS)}; one for all tiers or one for each "
+    f"({_WRITE_EVENTS[0]})",
+)
+@option(
+    "--storage-admission",
+    _per_tier(_ADMISSIONS),
+    "NAME[;NAME]",
+    f"which chunks it takes: {', '.join(_ADMISSIONS)}; likewise ({_ADMISSIONS[0]})",
 )
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
@@ -178,8 +199,8 @@ def command(argv: list[str], /, **flags: Any) -> int:
         **simulate_report.describe(experiment, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
-        "secondary_mode": options.secondary_mode or _MODES[0],
-        "secondary_admission": options.secondary_admission or _ADMISSIONS[0],
+        "storage_write_on": options.storage_write_on or _WRITE_EVENTS[:1],
+        "storage_admission": options.storage_admission or _ADMISSIONS[:1],
         "argv": argv,
     }
     if options.json is not None:
@@ -203,9 +224,23 @@ def _check(options: _Options) -> None:
             raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
-    for name in ("secondary_mode", "secondary_admission"):
-        if getattr(options, name) and options.secondary is None:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} has no effect without --secondary")
+    for name in ("storage_write_on", "storage_admission"):
+        _check_per_tier(f"--{name.replace('_', '-')}", getattr(options, name), options.storage)
+
+
+def _check_per_tier(flag: str, words: Sequence[str] | None, stacks: Sequence[Sequence[Size]] | None) -> None:
+    """Refuses settings of tiers that are not there."""
+    if not words:
+        return
+    given = f"{flag} {SEPARATOR.join(words)}"
+    if stacks is None:
+        raise InputError(f"{given} has no effect without --storage")
+    for stack in stacks:
+        if len(words) not in (1, len(stack)):
+            sizes = SEPARATOR.join(map(str, stack))
+            raise InputError(
+                f"{given} has {len(words)} values, and --storage {sizes} {len(stack)}; expected 1 or {len(stack)}"
+            )
 
 
 def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
@@ -246,21 +281,34 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
-        secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
-        secondary_admission=StorageAdmission(options.secondary_admission or _ADMISSIONS[0]),
     )
-    secondary = dict.fromkeys(map(num_chunks_of, options.secondary or ())) or (0,)
+    stacks = dict.fromkeys(_stack(options, tuple(map(num_chunks_of, sizes))) for sizes in options.storage or ((),))
     shares_and_setups = []
     for size in options.sizes_gb or options.sizes:
         num_chunks = num_chunks_of(size)
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
-        Case(policy, share, dataclasses.replace(setup, num_secondary_chunks=num_secondary_chunks))
+        Case(policy, share, dataclasses.replace(setup, storage=stack))
         for policy in dict.fromkeys(options.policies)
-        for num_secondary_chunks in ((0,) if policy == BOUND else secondary)
+        for stack in (((),) if policy == BOUND else stacks)
         for share, setup in dict.fromkeys(shares_and_setups)
     ]
+
+
+def _stack(options: _Options, sizes: Sequence[int]) -> tuple[StorageSetup, ...]:
+    """The tiers of these sizes, in chunks."""
+    num = len(sizes)
+    events, admissions = options.storage_write_on or _WRITE_EVENTS[:1], options.storage_admission or _ADMISSIONS[:1]
+    return tuple(
+        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission))
+        for size, event, admission in zip(
+            sizes,
+            events * num if len(events) == 1 else events,
+            admissions * num if len(admissions) == 1 else admissions,
+            strict=True,
+        )
+    )
 
 
 def _run_cases(experiment: Experiment, cases: Sequence[Case], *, num_jobs: int) -> list[Result]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
+from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Experiment, HitCounts, Result
 
@@ -24,27 +25,42 @@ def as_json(experiment: Experiment, results: Sequence[Result], *, chunk_nbytes: 
 
 def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
     counted = result.second if experiment.only_second else result.first + result.second
-    whole = result.first + result.second
-    moves = {"saved": result.num_saved, "loaded": whole.num_host_hits}
-    moves |= {"secondary_saved": result.num_secondary_saved, "secondary_loaded": whole.num_secondary_hits}
+    whole, outcome = result.first + result.second, result.outcome
+    moves = {"saved": outcome.num_saved, "loaded": whole.num_host_hits + sum(whole.num_storage_hits)}
     return {
         "policy": result.case.policy,
         "default": result.case.policy == DEFAULT_POLICY,
         "size_share": result.case.size_share,
         "num_chunks": result.case.setup.num_chunks,
         "nbytes": result.case.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
-        "num_secondary_chunks": result.case.setup.num_secondary_chunks,
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
         "hbm_hit_rate": _rate(counted.num_hbm_hits, counted),
-        "secondary_hit_rate": _rate(counted.num_secondary_hits, counted),
-        **{f"num_{name}_chunks": num for name, num in moves.items()},
-        "num_evicted_chunks": result.num_evicted,
-        "num_dropped_chunks": result.num_dropped,
-        **{f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()},
+        "storage_hit_rate": _rate(sum(counted.num_storage_hits), counted),
+        **_moves(moves, chunk_nbytes),
+        "num_evicted_chunks": outcome.num_evicted,
+        "num_dropped_chunks": outcome.num_dropped,
+        "storage": [
+            {
+                "num_chunks": setup.num_chunks,
+                "write_on": setup.write_on.value,
+                "admission": setup.admission.value,
+                "hit_rate": _rate(counted.num_storage_hits[number], counted),
+                **_moves({"written": tier.num_written, "read": whole.num_storage_hits[number]}, chunk_nbytes),
+                "num_evicted_chunks": tier.num_evicted,
+                "num_dropped_chunks": tier.num_dropped,
+            }
+            for number, (setup, tier) in enumerate(zip(result.case.setup.storage, outcome.storage, strict=True))
+        ],
         "run_s": result.run_s,
     }
+
+
+def _moves(moves: Mapping[str, int], chunk_nbytes: int | None) -> dict[str, int | None]:
+    """Chunks that were copied, and bytes."""
+    in_bytes = {f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()}
+    return {f"num_{name}_chunks": num for name, num in moves.items()} | in_bytes
 
 
 def _rate(num_hits: int, part: HitCounts) -> float | None:
@@ -95,39 +111,59 @@ def print_report(report: Mapping[str, Any]) -> None:
         console.print(_size_table(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
     played = [row for row in results if row["policy"] != BOUND]
     if played:
-        _print_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
+        _print_traffic(console, played)
 
 
-def _print_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
-    if has_secondary:
-        title = "Prefix hit rate of the secondary tier"
-        console.print(_size_table(played, title, _cell("secondary_hit_rate", "share")))
-        title = "Prefix hit rate of both tiers"
-        console.print(_size_table(played, title, _both_rates))
-    for name in ("saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])):
-        what = name.capitalize().replace("_", " tier, ")
-        in_gb = played[0][f"{name}_nbytes"] is not None
+def _print_traffic(console: ReportConsole, played: Sequence[_Row]) -> None:
+    num_tiers = max(len(row["storage"]) for row in played)
+    if num_tiers:
+        for number in range(num_tiers):
+            title = f"Prefix hit rate of {_tier_name(number, num_tiers)}"
+            console.print(_size_table(played, title, _tier_cell(number, "hit_rate", "share")))
+        console.print(_size_table(played, "Prefix hit rate of all tiers", _rate_of_all))
+    in_gb = played[0]["saved_nbytes"] is not None
+    unit = "GB" if in_gb else "chunks"
+    for name in ("saved", "loaded"):
         cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
-        console.print(_size_table(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
+        console.print(_size_table(played, f"{name.capitalize()} {unit}", cell))
+    for number in range(num_tiers):
+        for name, title in (("written", "Written to"), ("read", "Read from")):
+            field, how = (f"{name}_nbytes", "GB") if in_gb else (f"num_{name}_chunks", "narrow")
+            title = f"{title} {_tier_name(number, num_tiers)}, {unit}"
+            console.print(_size_table(played, title, _tier_cell(number, field, how)))
     console.print(_size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
     if any(row["num_dropped_chunks"] for row in played):
         console.print(_size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
+
+
+def _tier_name(number: int, num_tiers: int) -> str:
+    return f"storage tier {number}" if num_tiers > 1 else "storage"
+
+
+def _tier_cell(number: int, name: str, unit: str) -> Callable[[_Row], str]:
+    """A figure of one storage tier; a stack may have fewer."""
+    return lambda row: format_number(row["storage"][number][name], unit) if number < len(row["storage"]) else "-"
 
 
 def _cell(name: str, unit: str) -> Callable[[_Row], str]:
     return lambda row: format_number(row[name], unit)
 
 
-def _both_rates(row: _Row) -> str:
+def _rate_of_all(row: _Row) -> str:
     known = row["prefix_hit_rate"] is not None
-    return format_number(row["prefix_hit_rate"] + row["secondary_hit_rate"] if known else None, "share")
+    return format_number(row["prefix_hit_rate"] + row["storage_hit_rate"] if known else None, "share")
+
+
+def _stack(row: _Row) -> str:
+    """The sizes of the storage tiers, in chunks; empty without any."""
+    return SEPARATOR.join(str(tier["num_chunks"]) for tier in row["storage"])
 
 
 def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
-    rates = {(row["policy"], row["num_chunks"], row["num_secondary_chunks"]): row["prefix_hit_rate"] for row in results}
+    rates = {(row["policy"], row["num_chunks"], _stack(row)): row["prefix_hit_rate"] for row in results}
 
     def share(row: _Row) -> str:
-        base, bound = rates[_BASE, row["num_chunks"], row["num_secondary_chunks"]], rates[BOUND, row["num_chunks"], 0]
+        base, bound = rates[_BASE, row["num_chunks"], _stack(row)], rates[BOUND, row["num_chunks"], ""]
         if bound <= base:
             return "-"
         part = (row["prefix_hit_rate"] - base) / (bound - base)
@@ -137,17 +173,17 @@ def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
 
 
 def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
-    """A table with a row for each policy and size of the secondary tier, and a column for each size."""
+    """A table with a row for each policy and stack of storage tiers, and a column for each size of the host tier."""
     columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
-    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
+    several = len(set(map(_stack, rows)) - {""}) > 1
     for row in rows:
         label = row["policy"] + (" *" if row["default"] else "")
-        if several:
-            label += f" + {row['num_secondary_chunks']}" if row["num_secondary_chunks"] else ""
+        if several and row["storage"]:
+            label += f" + {_stack(row)}"
         lines.setdefault(label, [label]).append(cell(row))
     return build_table(title, columns, lines.values(), left_title=True)
 
@@ -166,11 +202,11 @@ def plot(report: Mapping[str, Any], suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
-    several = len({row["num_secondary_chunks"] for row in rows} - {0}) > 1
-    for policy, num_secondary in dict.fromkeys((row["policy"], row["num_secondary_chunks"]) for row in rows):
-        mine = [row for row in rows if (row["policy"], row["num_secondary_chunks"]) == (policy, num_secondary)]
+    several = len(set(map(_stack, rows)) - {""}) > 1
+    for policy, stack in dict.fromkeys((row["policy"], _stack(row)) for row in rows):
+        mine = [row for row in rows if (row["policy"], _stack(row)) == (policy, stack)]
         mine.sort(key=lambda row: float(row["size_share"]))
-        label = f"{policy} + {num_secondary}" if several and num_secondary else policy
+        label = f"{policy} + {stack}" if several and stack else policy
         style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
         if policy == BOUND:
             label, style = f"{policy} (the bound)", {"color": "black", "linestyle": "--", "linewidth": 1.2}

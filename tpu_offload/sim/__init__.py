@@ -14,8 +14,8 @@ from tpu_offload.sim.break_even import (
 )
 from tpu_offload.sim.experiment import BOUND, Case, Experiment, HitCounts, Result, run_all
 from tpu_offload.sim.hbm import HBMResult, no_hbm, simulate_hbm
-from tpu_offload.sim.replay import Outcome, TierSetup, replay
-from tpu_offload.sim.secondary import SecondaryMode
+from tpu_offload.sim.replay import Outcome, StorageOutcome, TierSetup, replay
+from tpu_offload.sim.storage import StorageSetup
 from tpu_offload.sim.trace import Trace, TraceRequest, read_traces
 
 __all__ = [
@@ -32,7 +32,8 @@ __all__ = [
     "Outcome",
     "Range",
     "Result",
-    "SecondaryMode",
+    "StorageOutcome",
+    "StorageSetup",
     "TierSetup",
     "Trace",
     "TraceRequest",

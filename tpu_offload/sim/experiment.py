@@ -41,15 +41,20 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HitCounts:
-    """Hits of a range of requests, in blocks."""
+    """Hits of a range of requests, in blocks; those in storage by tier."""
 
     num_blocks: int
     num_hbm_hits: int
     num_host_hits: int
-    num_secondary_hits: int
+    num_storage_hits: tuple[int, ...]
 
     def __add__(self, other: "HitCounts") -> "HitCounts":
-        return HitCounts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        return HitCounts(
+            self.num_blocks + other.num_blocks,
+            self.num_hbm_hits + other.num_hbm_hits,
+            self.num_host_hits + other.num_host_hits,
+            tuple(a + b for a, b in zip(self.num_storage_hits, other.num_storage_hits, strict=True)),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,17 +65,14 @@ class Result:
       case: the case.
       first: hits before the split.
       second: hits after it.
-      num_saved: as in `Outcome`, like the next three; 0 for the bound.
+      outcome: of all requests; the bound has hits only.
       run_s: wall-clock time of the simulation.
     """
 
     case: Case
     first: HitCounts
     second: HitCounts
-    num_saved: int
-    num_evicted: int
-    num_dropped: int
-    num_secondary_saved: int
+    outcome: Outcome
     run_s: float
 
 
@@ -96,7 +98,7 @@ class Experiment:
         start_s = time.perf_counter()
         if case.policy == BOUND:
             hits = self._bound_hits(case.setup.num_chunks)
-            outcome = Outcome(tuple(hits), (0,) * len(hits))
+            outcome = Outcome(tuple(hits))
         else:
             outcome = replay(self.trace, find_policy(case.policy)(), case.setup, hbm_result=self.hbm_result)
         run_s = time.perf_counter() - start_s
@@ -104,10 +106,7 @@ class Experiment:
             case,
             self._part(outcome, 0, self.split),
             self._part(outcome, self.split, len(self.trace.requests)),
-            outcome.num_saved,
-            outcome.num_evicted,
-            outcome.num_dropped,
-            outcome.num_secondary_saved,
+            outcome,
             run_s,
         )
 
@@ -127,7 +126,7 @@ class Experiment:
             sum(len(request.blocks) for request in self.trace.requests[start:end]),
             sum(self.hbm_result.hits[start:end]),
             sum(outcome.host_hits[start:end]),
-            sum(outcome.secondary_hits[start:end]),
+            tuple(sum(tier.hits[start:end]) for tier in outcome.storage),
         )
 
 

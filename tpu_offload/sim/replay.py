@@ -99,6 +99,9 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result
     return replayed.outcome()
 
 
+type _Read = tuple[int, Sequence[ChunkKey]]  # the number of a tier, and what is read from it
+
+
 @final
 class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
@@ -131,6 +134,7 @@ class _Replay:
         if promised:
             for tier in self._storage:
                 tier.hit(promised)
+            self._settle()
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(evicted):
@@ -149,33 +153,39 @@ class _Replay:
 
         Each run is from the nearest tier that has the next chunk.
         """
-        host, hits = self._host, [0] * len(self._storage)
+        hits = [0] * len(self._storage)
         found = max(in_hbm, in_host)
         while found < len(keys):
-            end = min(len(keys), found + self._most_read)
-            number = self._choose(keys, in_host, found, end)
-            if number is None:
+            reads = self._plan_reads(use, keys, in_host=in_host, found=found)
+            if not reads:
                 break
-            tier = self._storage[number]
-            new = host.promote(use, keys, in_host, len(tier.leading(keys[in_host:end])[: self._most_read]))
-            tier.read(new)
-            self._step(read_from=number)
+            self._step(reads)
             self._settle()
-            in_host = host.find(keys)
-            if in_host <= found:  # no room
+            for number, new in reads:
+                end = in_host + len(new)
+                hits[number] += max(0, end - max(found, in_host))
+                in_host = end
+            if in_host <= found:  # what HBM has and the host tier has not is read first, and some of that is missing
                 break
-            hits[number] += in_host - found
             found = in_host
         for all_hits, num in zip(self._storage_hits, hits, strict=True):
             all_hits.append(num)
         return in_host
 
-    def _choose(self, keys: Sequence[ChunkKey], in_host: int, found: int, end: int) -> int | None:
-        """The nearest tier that has the next chunk, and all that the host tier lacks before it."""
+    def _plan_reads(self, use: Use, keys: Sequence[ChunkKey], *, in_host: int, found: int) -> list[_Read]:
+        """Starts to read the next runs, of the nearest tiers that have the chunk after those found."""
+        host, reads, end = self._host, list[_Read](), in_host
         for number, tier in enumerate(self._storage):
-            if keys[found] in tier and tier.leading(keys[in_host:end]):
-                return number
-        return None
+            if end > found:
+                break
+            if keys[found] in tier:
+                run = tier.leading(keys[end : found + self._most_read])
+                new = host.promote(use, keys, end, min(len(run), self._most_read))
+                if new:
+                    tier.read(new)
+                    reads.append((number, new))
+                    end += len(new)
+        return reads
 
     def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
         """Saves a prompt; where evictions are demoted, in pieces of what a step can demote.
@@ -195,11 +205,11 @@ class _Replay:
         while host.has_copies or any(tier.has_plans for tier in self._storage):
             self._step()
 
-    def _step(self, *, read_from: int | None = None) -> None:
+    def _step(self, reads: Sequence[_Read] = ()) -> None:
         """What was evicted is demoted, candidates are written, and then the copies of the step end.
 
         Args:
-          read_from: the tier from which the copies in flight read; the nearer ones are offered what comes from it.
+          reads: what is being read; the nearer tiers are offered what comes from a farther one.
         """
         if self._demotes:
             evicted = self._host.take_evicted()
@@ -209,9 +219,11 @@ class _Replay:
         for tier in self._storage:
             if tier.has_plans:
                 tier.write(self._host.has)
-        done = self._host.settle()
-        for tier in self._storage[:read_from]:
-            tier.offer(done)
+            tier.end_step()
+        saved = self._host.settle()
+        for number, new in reads or [(len(self._storage), saved)]:
+            for tier in self._storage[:number]:
+                tier.offer(new)
 
     def outcome(self) -> Outcome:
         """The result so far."""

@@ -52,6 +52,7 @@ class StorageTier:
         self._admission = AdmissionFilter(setup.admission, self._capacity)
         self._stored: OrderedDict[ChunkKey, None] = OrderedDict()  # least recently used first
         self._candidates: OrderedDict[ChunkKey, None] = OrderedDict()  # to write, oldest first
+        self._reading: frozenset[ChunkKey] = frozenset()
         self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
         self.num_written = self.num_evicted = self.num_dropped = 0
 
@@ -112,11 +113,17 @@ class StorageTier:
         self.num_dropped += len(victims) - len(batch)
         self._evict(kept_free - self._room)
         self._add(batch)
+        self._reading = frozenset()
         self._evict(kept_free - self._room)
 
     def read(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks are read."""
+        """These chunks are read in the coming step."""
         self._touch(keys)
+        self._reading = frozenset(keys)
+
+    def end_step(self) -> None:
+        """What was read has come."""
+        self._reading = frozenset()
 
     def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """The chunks up to the first one that it does not have."""
@@ -139,6 +146,9 @@ class StorageTier:
         self.num_written += len(batch)
 
     def _evict(self, num_chunks: int) -> None:
+        """Evicts so many chunks, fewer if the next one is being read."""
         for _ in range(min(num_chunks, len(self._stored))):
+            if next(iter(self._stored)) in self._reading:
+                break
             self._stored.popitem(last=False)
             self.num_evicted += 1
