@@ -38,6 +38,7 @@ _PRESSURE = {
     "storage_wait_s": 0.1,
 }
 _STORED_SHARE = 0.6  # of the unique blocks that storage has room for; what a server has, for the engines together
+_CHECKPOINT_SHARE = 0.25  # of the chunks, those with a checkpoint after them that storage has room for
 _CHUNKS_IN_FLIGHT = 16  # to and from storage
 _PATHS = (
     (CopyPath.DIRECT, CopyPath.DIRECT),
@@ -102,10 +103,6 @@ def _check_storage(storage: StorageKind, setup: Setup) -> None:
             f"--storage {storage.value} with TPU_OFFLOAD_STORAGE_TIER={';'.join(setup.offload.storage_tier)}; set one "
             "of them"
         )
-    if len(setup.model.layer_groups) > 1:
-        raise InputError(
-            f"--storage {storage.value} with a --model of several layer groups; storage has full attention only"
-        )
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
@@ -142,11 +139,14 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
 
 def _with_storage(small: OffloadConfig, storage: StorageKind, setup: Setup) -> OffloadConfig:
     """The settings with a storage tier, also too small; where it is becomes known when it is opened."""
-    chunk_gb = layout_of(setup.model, setup.engine).block_nbytes * small.blocks_per_chunk / 2**30
+    layout = layout_of(setup.model, setup.engine)
+    chunk_gb = layout.block_nbytes * small.blocks_per_chunk / 2**30
     num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
     changes: dict[str, object] = {"storage_tier": (storage.tier,)}
     if not small.num_storage_chunks:
-        changes["num_storage_chunks"] = (max(1, int(_STORED_SHARE * num_unique / small.blocks_per_chunk)),)
+        num_records = 1 + _CHECKPOINT_SHARE * (len(layout.window_groups) + small.records_per_state(layout))
+        num_chunks = int(_STORED_SHARE * num_unique / small.blocks_per_chunk * num_records)
+        changes["num_storage_chunks"] = (max(1, num_chunks),)
     if "max_storage_gb_in_flight" not in small.model_fields_set:
         changes["max_storage_gb_in_flight"] = (_CHUNKS_IN_FLIGHT * chunk_gb,)
     return small.model_copy(update=changes)
