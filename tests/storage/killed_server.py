@@ -84,6 +84,7 @@ class Killer:
         self._steps = threading.Semaphore(0)
         self._is_frozen = False
         self._freezes_first = False
+        self._delay_s = 0.0
         self.killed = threading.Event()
         self.hung = False
 
