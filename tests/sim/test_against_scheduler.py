@@ -1,12 +1,14 @@
 """The real scheduler gets the same hits as the simulation for the same requests."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
 from tests.sim.traces import chats, make_trace
+from tests.storage.memory_tier import NAME
 from tpu_offload import (
     CachedPrefix,
     JobResult,
@@ -25,7 +27,10 @@ from tpu_offload.types import BlockHash
 
 
 class Engine:
-    """A fake engine that computes a whole prompt in a step; copies finish immediately."""
+    """A fake engine that computes a whole prompt in a step; copies finish immediately.
+
+    With storage tiers it waits for what is read from them, and steps until nothing is in flight.
+    """
 
     def __init__(self, policy, *, num_chunks, num_sightings=1, save_on=SaveEvent.COMPUTE, storage=()):
         config = OffloadConfig.create(
@@ -33,7 +38,7 @@ class Engine:
             num_cpu_chunks=num_chunks,
             save_after_sightings=num_sightings,
             save_on=(save_on,),
-            storage_tier=("tests.storage.memory_tier:MemoryTier",) * len(storage),
+            storage_tier=(NAME,) * len(storage),
             num_storage_chunks=tuple(tier.num_chunks for tier in storage),
             storage_write_on=tuple(tier.write_on for tier in storage) or (StorageWriteEvent.SAVE,),
             storage_admission=tuple(tier.admission for tier in storage) or (StorageAdmission.ALL,),
@@ -47,6 +52,18 @@ class Engine:
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
         self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
 
+    def settle(self):
+        while self.scheduler.has_jobs or any(tier.records.to_delete for tier in self.scheduler._storage.tiers):
+            self.step()
+
+    def match(self, name, hashes, **tokens):
+        """What is found in the end, after all that is read from storage has come."""
+        while True:
+            found = self.scheduler.match(name, hashes, **tokens)
+            if found.state is not MatchState.ARRIVING:
+                return found.num_tokens
+            self.settle()
+
     def serve(self, name, hashes, *, num_hbm_blocks, evicted=()):
         """Serves a request; returns the number of loaded blocks.
 
@@ -58,7 +75,7 @@ class Engine:
         """
         num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block counts like the others
         in_hbm = num_hbm_blocks * BLOCK_SIZE
-        found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm).num_tokens
+        found = self.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm)
         for prefix in evicted:
             self.scheduler.evict(
                 CachedPrefix(
@@ -71,6 +88,7 @@ class Engine:
         block_ids = list(range(len(hashes)))
         self.scheduler.admit(name, [block_ids], num_loaded_tokens=found)
         self.step()
+        self.settle()
         self.step(
             ScheduledRequest(
                 request_id=name,
@@ -80,13 +98,14 @@ class Engine:
                 num_computed_tokens=num_tokens,
             )
         )
+        self.settle()
         self.scheduler.finish(name)
         return found // BLOCK_SIZE
 
 
-def chat_trace(tmp_path, seed):
+def chat_trace(tmp_path, seed, **changes):
     """A trace with the scheduler's own keys, because policies may hash them."""
-    trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150))
+    trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150, **changes))
     namespace = key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
     return dataclasses.replace(trace, keys=tuple(last_block_hash(key) + namespace for key in trace.keys))
 
@@ -154,81 +173,63 @@ def test_prompts_that_find_no_room(tmp_path):
     assert outcome.num_dropped == engine.scheduler.stats().dropped_save_blocks > 0
 
 
-# --- storage ----------------------------------------------------------------------------------------
-
-
-class StorageEngine(Engine):
-    """With storage tiers. A request waits for all that it can get from them, and nothing is in flight between two."""
-
-    def serve_from_all(self, name, hashes):
-        """Serves a request; returns the blocks that the host tier had, and those that came from each storage tier."""
-        before = self.promoted
-        num_tokens = len(hashes) * BLOCK_SIZE + 1
-        found = self.match(name, hashes, num_tokens)
-        in_host = found.num_tokens // BLOCK_SIZE
-        while found.state is MatchState.ARRIVING:
-            self.step()
-            found = self.match(name, hashes, num_tokens)
-        self.scheduler.admit(name, [list(range(len(hashes)))], num_loaded_tokens=found.num_tokens)
-        self.step()
-        self.step(
-            ScheduledRequest(
-                request_id=name,
-                block_tables=[list(range(len(hashes)))],
-                block_hashes=hashes,
-                num_prompt_tokens=num_tokens,
-                num_computed_tokens=num_tokens,
-            )
-        )
-        while self.scheduler.has_jobs:
-            self.step()
-        self.scheduler.finish(name)
-        return in_host, *(after - before for before, after in zip(before, self.promoted, strict=True))
-
-    def match(self, name, hashes, num_tokens):
-        return self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=0)
-
-    @property
-    def promoted(self):
-        return [stats.promoted_chunks for stats in self.scheduler.tier_stats()]
-
-
+SAVE, EVICTION = StorageWriteEvent
+ALL, SECOND_SIGHTING, AFTER_HIT = StorageAdmission
 STACKS = {
-    "save": [(120, "save", "all")],
-    "eviction": [(120, "eviction", "all")],
-    "second sighting": [(120, "save", "second_sighting")],
-    "after a hit": [(120, "eviction", "after_hit")],
-    "all": [(2000, "save", "all")],
-    "eviction; save": [(60, "eviction", "all"), (2000, "save", "all")],
-    "eviction; second sighting": [(60, "eviction", "all"), (300, "save", "second_sighting")],
-    "save; save": [(90, "save", "all"), (400, "save", "all")],
+    "one": [StorageSetup(60)],
+    "one on eviction": [StorageSetup(60, EVICTION)],
+    "one at the second sighting": [StorageSetup(60, SAVE, SECOND_SIGHTING)],
+    "one on eviction after a hit": [StorageSetup(60, EVICTION, AFTER_HIT)],
+    "large": [StorageSetup(10**4)],
+    "small": [StorageSetup(7), StorageSetup(5, EVICTION)],
+    "two": [StorageSetup(50), StorageSetup(150)],
+    "eviction;save": [StorageSetup(50, EVICTION), StorageSetup(150)],
+    "save;eviction": [StorageSetup(50), StorageSetup(150, EVICTION)],
+    "eviction;eviction": [StorageSetup(50, EVICTION), StorageSetup(150, EVICTION)],
+    "all;second_sighting": [StorageSetup(50), StorageSetup(150, SAVE, SECOND_SIGHTING)],
+    "after_hit;all": [StorageSetup(50, SAVE, AFTER_HIT), StorageSetup(150)],
+    "three": [StorageSetup(20), StorageSetup(60, EVICTION, SECOND_SIGHTING), StorageSetup(200, SAVE, AFTER_HIT)],
 }
 
 
-@pytest.mark.parametrize("name", ["lru", "density"])
-@pytest.mark.parametrize("stack", STACKS)
-def test_storage(tmp_path, name, stack):
-    """The same hits, request by request and tier by tier, where the order of copies within a request does not matter.
+@pytest.mark.parametrize(
+    ("stack", "name", "hbm", "save_on"),
+    [
+        *((stack, "lru", 0, SaveEvent.COMPUTE) for stack in STACKS),
+        *((stack, "density", 0, SaveEvent.COMPUTE) for stack in ("one", "eviction;save", "three")),
+        *((stack, "lru", 45, SaveEvent.COMPUTE) for stack in ("two", "save;eviction", "three")),
+        *((stack, "lru", 45, SaveEvent.HBM_EVICTION) for stack in ("two", "eviction;save", "three")),
+    ],
+)
+def test_the_same_with_storage(tmp_path, stack, name, hbm, save_on):
+    trace = chat_trace(tmp_path, 8, most=27)  # prompts up to 31 blocks, which one step can demote
+    hbm_result = simulate_hbm(trace, hbm) if hbm else no_hbm(trace)
+    storage = tuple(STACKS[stack])
+    engine = Engine(POLICIES[name], num_chunks=40, save_on=save_on, storage=storage)
+    loaded, promoted = [], []
+    for number, request in enumerate(trace.requests):
+        evicted = [hashes_of(trace, block) for block in hbm_result.evicted[number]]
+        hashes = hashes_of(trace, request.blocks[-1])
+        loaded.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=hbm_result.hits[number], evicted=evicted))
+        promoted.append([tier.promoted_chunks for tier in engine.scheduler.tier_stats()])
+    outcome = replay(trace, POLICIES[name](), TierSetup(40, save_on=save_on, storage=storage), hbm_result=hbm_result)
+    hits = zip(outcome.host_hits, *(tier.hits for tier in outcome.storage), strict=True)
+    assert [sum(numbers) for numbers in hits] == loaded
+    stats, tiers = engine.scheduler.stats(), engine.scheduler.tier_stats()
+    assert [tier.num_written for tier in outcome.storage] == [tier.cascaded_chunks for tier in tiers]
+    if not hbm:
+        assert [list(tier.hits) for tier in outcome.storage] == per_request(promoted)
+    assert sum(tier.num_evicted for tier in outcome.storage) == stats.num_evicted_storage_chunks
+    assert sum(tier.num_dropped for tier in outcome.storage) == stats.dropped_demotion_chunks
+    assert outcome.num_saved == stats.saved_blocks
+    assert outcome.num_promoted == stats.promoted_chunks
+    assert outcome.num_evicted == stats.num_evicted_chunks
+    assert any(sum(tier.hits) for tier in outcome.storage)
+    assert stats.failed_storage_chunks == stats.num_failed_jobs == 0
 
-    Elsewhere about as many in all: a prompt that is longer than half of the host tier is read in turns, and of what the
-    host tier evicts in a step a tier may drop some.
-    """
-    trace = chat_trace(tmp_path, 8)
-    tiers = tuple(
-        StorageSetup(num, StorageWriteEvent(write_on), StorageAdmission(admission))
-        for num, write_on, admission in STACKS[stack]
-    )
-    engine = StorageEngine(POLICIES[name], num_chunks=70, storage=tiers)
-    hits = [
-        engine.serve_from_all(f"r{number}", hashes_of(trace, request.blocks[-1]))
-        for number, request in enumerate(trace.requests)
-    ]
-    outcome = replay(trace, POLICIES[name](), TierSetup(70, storage=tiers))
-    simulated = list(zip(outcome.host_hits, *outcome.storage_hits, strict=True))
-    num_hits, num_simulated = (sum(map(sum, found)) for found in (hits, simulated))
-    if name == "lru" and all(tier.write_on is StorageWriteEvent.SAVE for tier in tiers):
-        assert simulated == hits
-        assert outcome.num_stored == tuple(stats.cascaded_chunks for stats in engine.scheduler.tier_stats())
-    else:
-        assert abs(num_simulated - num_hits) <= 0.04 * num_hits
-    assert all(sum(of_tier) > 100 for of_tier in outcome.storage_hits)
+
+def per_request(totals):
+    """What each request added, by tier, from the running totals."""
+    before = [[0] * len(totals[0]), *totals]
+    differences = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(before)]
+    return [list(numbers) for numbers in zip(*differences, strict=True)]

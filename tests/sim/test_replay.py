@@ -138,57 +138,60 @@ def test_saved_at_the_second_sighting(tmp_path):
     assert outcome.num_saved == 2
 
 
-def below(size, write_on, admission=StorageAdmission.ALL, *, num_chunks=10**4):
-    """A host tier of this size above a storage tier."""
-    return TierSetup(size, storage=(StorageSetup(num_chunks, write_on, admission),))
+def storage_hits(outcome):
+    """Per request, blocks that hit in any storage tier."""
+    return [sum(hits) for hits in zip(*(tier.hits for tier in outcome.storage), strict=True)]
 
 
 @pytest.mark.parametrize("write_on", StorageWriteEvent)
 def test_a_storage_tier_with_room_for_all(chat_trace, write_on):
     """Everything that was ever saved hits in one of the tiers."""
-    for size in (35, 60, 200):
-        outcome = replay(chat_trace, LRUPolicy(), below(size, write_on))
-        (stored_hits,), (num_stored,) = outcome.storage_hits, outcome.num_stored
-        assert tuple(a + b for a, b in zip(outcome.host_hits, stored_hits, strict=True)) == unlimited_hits(chat_trace)
+    for size in (60, 90, 200):
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(size, storage=(StorageSetup(10**4, write_on),)))
+        hits = tuple(a + b for a, b in zip(outcome.host_hits, storage_hits(outcome), strict=True))
+        assert hits == unlimited_hits(chat_trace)
         assert outcome.host_hits == plain_hits(chat_trace, size)
-        demotes = write_on is StorageWriteEvent.HOST_EVICTION
-        assert 0 < num_stored <= (outcome.num_evicted if demotes else chat_trace.num_unique_blocks)
+        most = outcome.num_evicted if write_on is StorageWriteEvent.HOST_EVICTION else chat_trace.num_unique_blocks
+        assert 0 < outcome.storage[0].num_written <= most
+        assert sum(storage_hits(outcome)) == outcome.num_promoted > 0
 
 
 @pytest.mark.parametrize("write_on", StorageWriteEvent)
 def test_admission_writes_only_what_was_used(chat_trace, write_on):
     """With room for all, each chunk that is used often enough is written once, and no other is."""
-    everything = replay(chat_trace, LRUPolicy(), below(60, write_on))
-    num_stored = {}
+
+    def run(admission):
+        return replay(chat_trace, LRUPolicy(), TierSetup(60, storage=(StorageSetup(10**4, write_on, admission),)))
+
+    everything = run(StorageAdmission.ALL)
     for admission in (StorageAdmission.SECOND_SIGHTING, StorageAdmission.AFTER_HIT):
-        outcome = replay(chat_trace, LRUPolicy(), below(60, write_on, admission))
-        num_stored[admission] = outcome.num_stored[0]
-        assert 0 < outcome.num_stored[0] < everything.num_stored[0]
-        assert 0 < sum(outcome.storage_hits[0]) < sum(everything.storage_hits[0])
+        outcome = run(admission)
+        assert 0 < outcome.storage[0].num_written < everything.storage[0].num_written
+        assert 0 < sum(storage_hits(outcome)) < sum(storage_hits(everything))
     prompts = [set(request.blocks) for request in chat_trace.requests]
     num_seen_twice = sum(sum(block in blocks for blocks in prompts) > 1 for block in set().union(*prompts))
-    assert num_stored[StorageAdmission.SECOND_SIGHTING] <= num_seen_twice
+    assert run(StorageAdmission.SECOND_SIGHTING).storage[0].num_written <= num_seen_twice
 
 
 def test_a_small_storage_tier(chat_trace):
-    """Written on eviction it holds other chunks than the host tier, on save mostly the same."""
-    sums = {}
-    for write_on in StorageWriteEvent:
-        sums[write_on] = sum(replay(chat_trace, LRUPolicy(), below(60, write_on, num_chunks=60)).storage_hits[0])
+    """With writes on eviction it holds other chunks than the host tier, with writes on save mostly the same."""
+    sums = {
+        write_on: sum(
+            storage_hits(replay(chat_trace, LRUPolicy(), TierSetup(60, storage=(StorageSetup(60, write_on),))))
+        )
+        for write_on in StorageWriteEvent
+    }
     assert sums[StorageWriteEvent.HOST_EVICTION] > 2 * sums[StorageWriteEvent.SAVE]
 
 
-def test_a_stack_of_storage_tiers(chat_trace):
-    """The far one has all; the nearer one gives what it has, and more of it with more room."""
-    far = StorageSetup(10**4)
-    near_hits = []
-    for num_chunks in (20, 80, 10**4):
-        near = StorageSetup(num_chunks, StorageWriteEvent.HOST_EVICTION)
-        outcome = replay(chat_trace, LRUPolicy(), TierSetup(40, storage=(near, far)))
-        hits = zip(outcome.host_hits, *outcome.storage_hits, strict=True)
-        assert tuple(map(sum, hits)) == unlimited_hits(chat_trace)
-        assert outcome.host_hits == plain_hits(chat_trace, 40)
-        near_hits.append(sum(outcome.storage_hits[0]))
-        assert outcome.num_stored[1] == chat_trace.num_unique_blocks
-    assert 0 < near_hits[0] < near_hits[1] < near_hits[2]
-    assert sum(outcome.storage_hits[1]) == 0, "whatever the host tier has lost is in the nearer one"
+def test_a_stack_hits_where_its_tiers_alone_would(chat_trace):
+    """The near tier takes hits from the far one, and together they hit about as much as the far one alone."""
+
+    def run(*sizes):
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(40, storage=tuple(map(StorageSetup, sizes))))
+        return [sum(tier.hits) for tier in outcome.storage]
+
+    (near,), (far,), both = run(70), run(10**4), run(70, 10**4)
+    assert both[0] >= 0.9 * near > 0
+    assert both[1] > 0
+    assert sum(both) == far

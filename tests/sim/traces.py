@@ -52,14 +52,14 @@ def random_trace(rng, *, num_requests, num_blocks):
     return Trace(requests, keys, tuple(known[parents[block]] for block in numbers))
 
 
-def chats(rng, *, num_requests, num_chats=12):
-    """Prompts, as ids, of growing conversations with two system prompts."""
+def chats(rng, *, num_requests, num_chats=12, most=30):
+    """Prompts, as ids, of growing conversations with two system prompts; each ends with the turn after `most` ids."""
     histories = [[f"system-{i % 2}-{j}" for j in range(3)] for i in range(num_chats)]
     prompts = []
     for number in range(num_requests):
         history = histories[rng.randrange(num_chats)]
         history += [f"{number}-{j}" for j in range(rng.randint(1, 4))]
         prompts.append(tuple(history))
-        if len(history) > 30:
+        if len(history) > most:
             del history[3:]
     return prompts

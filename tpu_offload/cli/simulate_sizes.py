@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from click import BadParameter
 
+from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.errors import InputError
 
 GB = 2**30
@@ -94,6 +95,11 @@ def size_flag(text: str) -> Size:
     if float(text) > _MAX_CHUNKS:
         raise BadParameter(f"{text!r}; expected at most {_MAX_CHUNKS} chunks")
     return Size(int(text), Unit.CHUNKS)
+
+
+def stack_flag(text: str) -> tuple[Size, ...]:
+    """Parses the sizes of a stack of tiers, nearest first: `0.05;0.5`."""
+    return tuple(size_flag(part.strip()) for part in text.split(SEPARATOR))
 
 
 def chunk_nbytes(dtype: str, block_tokens: int, **sizes: int | None) -> int | None:

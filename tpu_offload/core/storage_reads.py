@@ -17,7 +17,7 @@ from tpu_offload.core.stored_records import StoredRecords
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
-_MAX_PROMOTIONS = 64  # a job
+MAX_PROMOTIONS = 64  # a job
 _STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
 _MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
 
@@ -161,7 +161,7 @@ class StorageReads:
         """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
         if not self.are_admitted:
             return 0
-        room = max(0, min(_MAX_PROMOTIONS, self._records.room_in_flight, self._max_slots - self._num_slots))
+        room = max(0, min(MAX_PROMOTIONS, self._records.room_in_flight, self._max_slots - self._num_slots))
         return room if self._breaker.closed else min(room, 1)
 
     def has_room_for(self, num_records: int, num_slots: int) -> bool:
@@ -212,7 +212,7 @@ class StorageReads:
 
     def read_s(self, num_records: int) -> float | None:
         """Seconds to read so many records after those in flight; None if it is not known."""
-        most = max(1, min(_MAX_PROMOTIONS, self._records.max_in_flight, self._max_slots))
+        most = max(1, min(MAX_PROMOTIONS, self._records.max_in_flight, self._max_slots))
         nbytes = (num_records + len(self._records.promoting)) * self._chunk_nbytes
         return self._costs.promotion_s(self._tier_id, nbytes, num_jobs=max(1, -(-num_records // most)))
 

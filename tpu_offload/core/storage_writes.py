@@ -25,16 +25,11 @@ from tpu_offload.core.stored_records import Keys, StoredRecords
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
 
-_MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
+MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
 _MAX_FINISHED = 64  # requests whose prefix is still being written
-_MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
+MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
-
-
-def records_kept_free(capacity: int) -> int:
-    """Records that a tier of this capacity keeps free, if it is written on eviction: for demotions of the next step."""
-    return min(_MAX_DEMOTIONS, max(1, capacity // 4))
 
 
 @final
@@ -166,7 +161,7 @@ class StorageWrites:
             return
         pieces = self._index.pieces_of(checkpoint)
         new = [p for p in pieces if not all(map(self._records.knows, self._records.of_slot(*p)))]
-        if len(new) > _MAX_DEMOTIONS:  # a part of it would be of no use
+        if len(new) > MAX_DEMOTIONS:  # a part of it would be of no use
             self._counts.dropped_demotion_chunks += len(new)
         else:
             self._victims.update(new)
@@ -218,7 +213,7 @@ class StorageWrites:
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
         victims, self._victims = list(reversed(self._victims.items())), {}
-        batch = _Batch(self._records, max_slots=_MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
+        batch = _Batch(self._records, max_slots=MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
         for key, slot in victims:
             # Memory that is given away with this plan cannot be read any more.
             if not self._index.has_usable(slot) or not batch.add(key, slot):
@@ -227,7 +222,7 @@ class StorageWrites:
 
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
-        batch = _Batch(self._records, max_slots=_MAX_CASCADES, room=self._room_to_write())
+        batch = _Batch(self._records, max_slots=MAX_CASCADES, room=self._room_to_write())
         # They take turns: under load there are always more chunks, and neither is of use without the other.
         if not self._checkpoints_first:
             self._add_chunks(batch)
@@ -293,11 +288,11 @@ class StorageWrites:
         Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
         """
         records = self._records
-        num_written = min(len(self._candidates), _MAX_CASCADES)
+        num_written = min(len(self._candidates), MAX_CASCADES)
         if self._checkpoints:
             num_written += self._num_missing(next(iter(self._checkpoints)))
         if self.demotes:
-            num_written = records_kept_free(records.capacity)
+            num_written = min(MAX_DEMOTIONS, max(1, records.capacity // 4))
         short = num_written - records.room - len(records.to_delete) - records.num_deleting
         self._counts.num_evicted_storage_chunks += records.evict(short)
 

@@ -14,7 +14,7 @@ from tpu_offload.sim.break_even import (
 )
 from tpu_offload.sim.experiment import BOUND, Case, Experiment, HitCounts, Result, run_all
 from tpu_offload.sim.hbm import HBMResult, no_hbm, simulate_hbm
-from tpu_offload.sim.replay import Outcome, TierSetup, replay
+from tpu_offload.sim.replay import Outcome, StorageOutcome, TierSetup, replay
 from tpu_offload.sim.storage import StorageSetup
 from tpu_offload.sim.trace import Trace, TraceRequest, read_traces
 
@@ -32,6 +32,7 @@ __all__ = [
     "Outcome",
     "Range",
     "Result",
+    "StorageOutcome",
     "StorageSetup",
     "TierSetup",
     "Trace",

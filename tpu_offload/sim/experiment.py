@@ -65,17 +65,14 @@ class Result:
       case: the case.
       first: hits before the split.
       second: hits after it.
-      num_saved: as in `Outcome`, like the next three; 0 or empty for the bound.
+      outcome: of all requests; the bound has hits only.
       run_s: wall-clock time of the simulation.
     """
 
     case: Case
     first: HitCounts
     second: HitCounts
-    num_saved: int
-    num_evicted: int
-    num_dropped: int
-    num_stored: tuple[int, ...]
+    outcome: Outcome
     run_s: float
 
 
@@ -109,10 +106,7 @@ class Experiment:
             case,
             self._part(outcome, 0, self.split),
             self._part(outcome, self.split, len(self.trace.requests)),
-            outcome.num_saved,
-            outcome.num_evicted,
-            outcome.num_dropped,
-            outcome.num_stored,
+            outcome,
             run_s,
         )
 
@@ -132,7 +126,7 @@ class Experiment:
             sum(len(request.blocks) for request in self.trace.requests[start:end]),
             sum(self.hbm_result.hits[start:end]),
             sum(outcome.host_hits[start:end]),
-            tuple(sum(hits[start:end]) for hits in outcome.storage_hits),
+            tuple(sum(tier.hits[start:end]) for tier in outcome.storage),
         )
 
 

@@ -11,14 +11,15 @@ are not counted for the host tier.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
+from tpu_offload.core.storage_reads import MAX_PROMOTIONS
+from tpu_offload.core.storage_writes import MAX_DEMOTIONS
 from tpu_offload.sim.hbm import HBMResult, no_hbm
-from tpu_offload.sim.storage import StorageSetup, StorageStack
+from tpu_offload.sim.storage import StorageSetup, StorageTier
 from tpu_offload.sim.tier import Tier
 from tpu_offload.sim.trace import Trace
 from tpu_offload.types import ChunkKey
@@ -32,7 +33,7 @@ class TierSetup:
       num_chunks: capacity of the host tier. Capacity beyond the blocks of the trace takes no memory.
       save_on: when blocks are saved.
       num_sightings: see `SaveBySightings`.
-      storage: the storage tiers below it, nearest first.
+      storage: the storage tiers below the host tier, nearest first.
     """
 
     num_chunks: int
@@ -42,24 +43,41 @@ class TierSetup:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StorageOutcome:
+    """The result of one storage tier.
+
+    Attributes:
+      hits: per request, blocks that hit there.
+      num_written: chunks written to it.
+      num_evicted: chunks that it evicted.
+      num_dropped: chunks that the host tier evicted, and for which it had no room.
+    """
+
+    hits: tuple[int, ...]
+    num_written: int = 0
+    num_evicted: int = 0
+    num_dropped: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a simulation. A prompt block hits in at most one tier, and only if all blocks before it hit.
 
     Attributes:
       host_hits: per request, blocks that hit in the host tier.
-      storage_hits: per storage tier and request, blocks that hit in that tier.
-      num_saved: chunks saved to the host tier, including promotions from storage.
+      storage: of each storage tier, nearest first.
+      num_saved: chunks saved to the host tier from HBM.
+      num_promoted: chunks read into the host tier from storage.
       num_evicted: chunks that the host tier evicted.
       num_dropped: chunks for which the host tier had no room.
-      num_stored: per storage tier, chunks written to it.
     """
 
     host_hits: tuple[int, ...]
-    storage_hits: tuple[tuple[int, ...], ...] = ()
+    storage: tuple[StorageOutcome, ...] = ()
     num_saved: int = 0
+    num_promoted: int = 0
     num_evicted: int = 0
     num_dropped: int = 0
-    num_stored: tuple[int, ...] = ()
 
 
 def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result: HBMResult | None = None) -> Outcome:
@@ -81,60 +99,146 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result
     return replayed.outcome()
 
 
+type _Read = tuple[int, Sequence[ChunkKey]]  # the number of a tier, and what is read from it
+
+
 @final
 class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
-        # The sketch of admission is sized by the occurrences of blocks, like that of sightings below.
-        self._storage = StorageStack(setup.storage, trace.num_blocks)
-        self._demotes = self._storage.demotes
+        self._storage = [StorageTier(tier, num_blocks=trace.num_blocks) for tier in setup.storage]
+        self._demotes = any(tier.demotes for tier in self._storage)
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
+        # Of half of the host tier an equal share is for the promotions of each tier.
+        self._most_read = min(MAX_PROMOTIONS, setup.num_chunks // (2 * max(1, len(setup.storage))))
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
         # Sightings are counted per occurrence, so the sketch is sized by the occurrences of blocks, not by unique ones.
         self._saves.resize(min(setup.num_chunks, trace.num_blocks))
         self._uses = map(Use, itertools.count())
-        self._hits: list[int] = []
-        self._storage_hits: list[list[int]] = [[] for _ in setup.storage]
+        self._host_hits: list[int] = []
+        self._storage_hits: list[list[int]] = [[] for _ in self._storage]
 
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
-        host, storage, saves = self._host, self._storage, self._saves
+        host, saves = self._host, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.observe(use, keys)
         in_host = host.find(keys)
-        storage.observe(keys, keys[:in_host], is_hit=in_host > in_hbm)
-        found = max(in_hbm, in_host)
-        sources = storage.find(keys, found)
-        self._hits.append(found - in_hbm)
-        for tier_id, hits in enumerate(self._storage_hits):
-            hits.append(sources.count(tier_id))
+        for tier in self._storage:
+            tier.observe(keys, in_host)
+        self._host_hits.append(max(in_hbm, in_host) - in_hbm)
+        if self._storage:
+            in_host = self._read_storage(use, keys, in_hbm=in_hbm, in_host=in_host)
         promised = keys[:in_host] if in_host > in_hbm else ()
         host.touch(use, keys, len(promised))
+        if promised:
+            for tier in self._storage:
+                tier.hit(promised)
+            self._settle()
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(evicted):
-                self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
-            host.settle()
+                host.save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
+            self._settle()
             host.unpin(promised)
-        promoted = dict(zip(keys[found:], sources, strict=False))
-        found += len(sources)
-        end = found if sources else 0  # hits in storage are promoted to the host tier
+        end = 0
         if saves.saves_on(SaveEvent.COMPUTE):
-            end = max(end, saves.num_chunks_worth_saving(keys, 0, len(keys)))
-        self._save(use, keys, end, promoted)
-        host.settle()
-        host.touch(use, keys, max(end, found))
-        storage.touch(keys)
+            end = saves.num_chunks_worth_saving(keys, 0, len(keys))
+            self._save(use, keys, end)
+        self._settle()
+        host.touch(use, keys, max(end, in_hbm, in_host))
+        for tier in self._storage:
+            tier.finish(keys)
+
+    def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:
+        """Promotes what follows in storage, run by run, and counts the hits; returns how far the host tier has it.
+
+        Each run is from the nearest tier that has the next chunk.
+        """
+        hits = [0] * len(self._storage)
+        found = max(in_hbm, in_host)
+        while found < len(keys):
+            reads = self._plan_reads(use, keys, in_host=in_host, found=found)
+            if not reads:
+                break
+            self._step(reads)
+            self._settle()
+            for number, new in reads:
+                end = in_host + len(new)
+                hits[number] += max(0, end - max(found, in_host))
+                in_host = end
+            if in_host <= found:  # what HBM has and the host tier has not is read first, and some of that is missing
+                break
+            found = in_host
+        for all_hits, num in zip(self._storage_hits, hits, strict=True):
+            all_hits.append(num)
+        return in_host
+
+    def _plan_reads(self, use: Use, keys: Sequence[ChunkKey], *, in_host: int, found: int) -> list[_Read]:
+        """Starts to read the next runs, of the nearest tiers that have the chunk after those found."""
+        host, reads, end = self._host, list[_Read](), in_host
+        for number, tier in enumerate(self._storage):
+            if end > found:
+                break
+            if keys[found] in tier:
+                run = tier.leading(keys[end : found + self._most_read])
+                new = host.promote(use, keys, end, min(len(run), self._most_read))
+                if new:
+                    tier.read(new)
+                    reads.append((number, new))
+                    end += len(new)
+        return reads
+
+    def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
+        """Saves a prompt; where evictions are demoted, in pieces of what a step can demote.
+
+        As by an engine that computes a long prompt in several steps.
+        """
+        if self._demotes:
+            for part in range(self._host.find(keys) + MAX_DEMOTIONS, end, MAX_DEMOTIONS):
+                self._host.save(use, keys, part)
+                self._settle()
+        if end:
+            self._host.save(use, keys, end)
+
+    def _settle(self) -> None:
+        """Steps until nothing is in flight."""
+        host = self._host
+        while host.has_copies or any(tier.has_plans for tier in self._storage):
+            self._step()
+
+    def _step(self, reads: Sequence[_Read] = ()) -> None:
+        """What was evicted is demoted, candidates are written, and then the copies of the step end.
+
+        Args:
+          reads: what is being read; the nearer tiers are offered what comes from a farther one.
+        """
+        if self._demotes:
+            evicted = self._host.take_evicted()
+            for tier in self._storage:
+                if tier.demotes:
+                    tier.demote(evicted)
+        for tier in self._storage:
+            if tier.has_plans:
+                tier.write(self._host.has)
+            tier.end_step()
+        saved = self._host.settle()
+        for number, new in reads or [(len(self._storage), saved)]:
+            for tier in self._storage[:number]:
+                tier.offer(new)
 
     def outcome(self) -> Outcome:
         """The result so far."""
         return Outcome(
-            host_hits=tuple(self._hits),
-            storage_hits=tuple(map(tuple, self._storage_hits)),
+            host_hits=tuple(self._host_hits),
+            storage=tuple(
+                StorageOutcome(tuple(hits), tier.num_written, tier.num_evicted, tier.num_dropped)
+                for tier, hits in zip(self._storage, self._storage_hits, strict=True)
+            ),
             num_saved=self._host.num_saved,
+            num_promoted=self._host.num_promoted,
             num_evicted=self._host.num_evicted,
             num_dropped=self._host.num_dropped,
-            num_stored=tuple(tier.num_saved for tier in self._storage.tiers),
         )
 
     def _prefixes(self, evicted: Iterable[int]) -> Iterable[list[ChunkKey]]:
@@ -154,22 +258,3 @@ class _Replay:
             covered.update(prefix)
             if prefix:
                 yield [keys[number] for number in reversed(prefix)]
-
-    def _save(
-        self, use: Use, keys: Sequence[ChunkKey], end: int, promoted: Mapping[ChunkKey, int] = MappingProxyType({})
-    ) -> None:
-        """Saves the first `end` chunks.
-
-        Args:
-          use: the request's.
-          keys: a prefix.
-          end: how much of it.
-          promoted: the chunks that were read from storage, and from which tier.
-        """
-        if not end:
-            return
-        new = self._host.save(use, keys, end)
-        if self._demotes:
-            self._storage.demote(self._host.take_evicted())
-        if self._storage.tiers:
-            self._storage.save(new, promoted.get)

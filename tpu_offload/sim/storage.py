@@ -1,26 +1,28 @@
-"""Simulated storage tiers below the host tier, nearest first: LRU by chunk, with the library's own admission.
+"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.tiering` plans it.
 
-They have no prefix rule: a lookup continues in them where the host tier ends, so they may hold the tail of a prefix
-whose head is in host memory.
+Admission and the limits of a step are the library's own. No copy fails or takes longer than its step, and what may be
+in flight is not limited. A tier has no prefix rule: it may hold the tail of a prefix whose head is in the host tier
+only, and a lookup continues in it where the host tier ends.
 """
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from tpu_offload.config import StorageAdmission, StorageWriteEvent
 from tpu_offload.core.storage_admission import AdmissionFilter
-from tpu_offload.core.storage_writes import records_kept_free
+from tpu_offload.core.storage_writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StorageSetup:
-    """One storage tier.
+    """One tier of a stack.
 
     Attributes:
-      num_chunks: capacity; capacity beyond the blocks of the trace takes no memory.
+      num_chunks: its capacity. Capacity beyond the blocks of the trace takes no memory.
       write_on: when chunks are written to it.
       admission: which chunks it takes.
     """
@@ -32,119 +34,125 @@ class StorageSetup:
 
 @final
 class StorageTier:
-    """The chunks of a storage tier.
+    """The chunks of one tier.
 
     Args:
-      setup: what it is.
-      num_occurrences: blocks of the trace, each time it occurs; bounds the sketch of its admission.
+      setup: its settings.
+      num_blocks: prompt blocks of the trace.
+
+    Attributes:
+      demotes: whether what the host tier evicts is written, instead of what is saved.
+      num_written, num_evicted: chunks, so far.
+      num_dropped: chunks that the host tier evicted and for which there was no room.
     """
 
-    def __init__(self, setup: StorageSetup, num_occurrences: int) -> None:
-        self._num_chunks = num_chunks = min(setup.num_chunks, num_occurrences)
+    def __init__(self, setup: StorageSetup, *, num_blocks: int) -> None:
+        # The sketch of admission is sized by the occurrences of blocks, not by unique ones.
+        self._capacity = min(setup.num_chunks, num_blocks)
+        self._admission = AdmissionFilter(setup.admission, self._capacity)
+        self._stored: OrderedDict[ChunkKey, None] = OrderedDict()  # least recently used first
+        self._candidates: OrderedDict[ChunkKey, None] = OrderedDict()  # to write, oldest first
+        self._reading: frozenset[ChunkKey] = frozenset()
         self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
-        if self.demotes:
-            self._num_chunks -= records_kept_free(num_chunks)
-        self._admission = AdmissionFilter(setup.admission, num_chunks)
-        self._chunks: OrderedDict[ChunkKey, None] = OrderedDict()
-        self.num_saved = 0
-        self.num_evicted = 0
+        self.num_written = self.num_evicted = self.num_dropped = 0
 
-    def observe(self, keys: Sequence[ChunkKey], in_host: Sequence[ChunkKey], *, is_hit: bool) -> None:
-        """Counts a request's use of its prefix; takes what is in the host tier and is admitted only now.
-
-        Args:
-          keys: its prefix.
-          in_host: what the host tier has of it.
-          is_hit: whether it loads that.
-        """
-        self.touch(keys)
-        self._admission.observe(keys)
-        if is_hit:
-            self._admission.hit(in_host)
-        if self._admission.depends_on_uses and not self.demotes:
-            self.save(reversed(in_host))
-
-    def find(self, keys: Sequence[ChunkKey], first: int) -> int:
-        """The number of resident chunks of a prefix, from chunk `first` up to the first missing one."""
-        for i in range(first, len(keys)):
-            if keys[i] not in self._chunks:
-                return i - first
-        return len(keys) - first if first < len(keys) else 0
-
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Records a use of a prefix. The head is touched last, so that the tail is evicted first."""
-        for key in reversed(keys):
-            if key in self._chunks:
-                self._chunks.move_to_end(key)
-
-    def save(self, keys: Iterable[ChunkKey]) -> None:
-        """Saves chunks that admission accepts, given tail first; resident ones are only touched."""
-        for key in keys:
-            if key not in self._chunks:
-                if not self._admission.admits(key):
-                    continue
-                self.num_saved += 1
-                self._chunks[key] = None
-            self._chunks.move_to_end(key)
-        while len(self._chunks) > self._num_chunks:
-            self._chunks.popitem(last=False)
-            self.num_evicted += 1
-
-
-@final
-class StorageStack:
-    """The storage tiers of a replay.
-
-    Args:
-      setups: the tiers, nearest first.
-      num_occurrences: see `StorageTier`.
-    """
-
-    def __init__(self, setups: Sequence[StorageSetup], num_occurrences: int) -> None:
-        self.tiers = [StorageTier(setup, num_occurrences) for setup in setups]
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._stored
 
     @property
-    def demotes(self) -> bool:
-        """Whether `demote` has to be called with what the host tier evicts."""
-        return any(tier.demotes for tier in self.tiers)
+    def has_plans(self) -> bool:
+        """Whether `write` would write something."""
+        return bool(self._candidates)
 
-    def observe(self, keys: Sequence[ChunkKey], in_host: Sequence[ChunkKey], *, is_hit: bool) -> None:
-        """See `StorageTier.observe`."""
-        for tier in self.tiers:
-            tier.observe(keys, in_host, is_hit=is_hit)
+    # What may be written.
 
-    def find(self, keys: Sequence[ChunkKey], first: int) -> list[int]:
-        """From which tier each chunk of a prefix from `first` on is read, up to the first that no tier has.
+    def observe(self, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+        """A request contains these chunks, of which the host tier has the first."""
+        self._touch(reversed(keys))  # the head last, so that tails are evicted first
+        self._admission.observe(keys)
+        self._offer_admitted(keys[:num_in_host])
 
-        The nearest tier that has the next chunk gives the run that it has; the next run may come from another one.
+    def hit(self, keys: Sequence[ChunkKey]) -> None:
+        """A request loads the last of these chunks, a prefix, from the host tier."""
+        self._admission.hit(keys)
+        self._offer_admitted(keys)
+
+    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+        if self._admission.depends_on_uses:
+            self.offer(keys)
+
+    def offer(self, keys: Iterable[ChunkKey]) -> None:
+        """Chunks are in the host tier; those that admission takes are written in the next steps."""
+        if not self.demotes:
+            admits, stored = self._admission.admits, self._stored
+            self._candidates.update((key, None) for key in keys if key not in stored and admits(key))
+
+    # A step.
+
+    def write(self, is_in_host: Callable[[ChunkKey], bool]) -> None:
+        """Writes candidates, as many as one step does."""
+        room = self._room
+        self._evict(min(len(self._candidates), MAX_CASCADES) - room)  # which is room from the next step on
+        batch: list[ChunkKey] = []
+        while self._candidates and len(batch) < min(MAX_CASCADES, room):
+            key, _ = self._candidates.popitem(last=False)
+            if is_in_host(key) and key not in self._stored:
+                batch.append(key)
+        self._add(batch)
+
+    def demote(self, evicted: Sequence[ChunkKey]) -> None:
+        """Writes what the host tier has evicted, in its order, tails first; what has no room is dropped.
+
+        A demotion cannot wait for the end of a deletion, so some room is kept free.
         """
-        sources: list[int] = []
-        while first + len(sources) < len(keys):
-            runs = (tier.find(keys, first + len(sources)) for tier in self.tiers)
-            tier_id, num = next(((i, num) for i, num in enumerate(runs) if num), (0, 0))
-            if not num:
+        victims = [key for key in evicted if key not in self._stored and self._admission.admits(key)]
+        if not victims:
+            return
+        kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))
+        batch = victims[::-1][: min(MAX_DEMOTIONS, self._room)]
+        self.num_dropped += len(victims) - len(batch)
+        self._evict(kept_free - self._room)
+        self._add(batch)
+        self._reading = frozenset()
+        self._evict(kept_free - self._room)
+
+    def finish(self, keys: Sequence[ChunkKey]) -> None:
+        """A request with this prefix has ended, and all of it is written that will be."""
+        self._touch(reversed(keys))
+
+    def read(self, keys: Sequence[ChunkKey]) -> None:
+        """These chunks are read in the coming step."""
+        self._touch(reversed(keys))
+        self._reading = frozenset(keys)
+
+    def end_step(self) -> None:
+        """What was read has come."""
+        self._reading = frozenset()
+
+    def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """The chunks up to the first one that it does not have."""
+        return list(itertools.takewhile(self._stored.__contains__, keys))
+
+    # Inside.
+
+    @property
+    def _room(self) -> int:
+        return self._capacity - len(self._stored)
+
+    def _touch(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            if key in self._stored:
+                self._stored.move_to_end(key)
+
+    def _add(self, batch: Sequence[ChunkKey]) -> None:
+        for key in reversed(batch):
+            self._stored[key] = None
+        self.num_written += len(batch)
+
+    def _evict(self, num_chunks: int) -> None:
+        """Evicts so many chunks, fewer if the next one is being read."""
+        for _ in range(min(num_chunks, len(self._stored))):
+            if next(iter(self._stored)) in self._reading:
                 break
-            sources += [tier_id] * num
-        return sources
-
-    def save(self, keys: Sequence[ChunkKey], source_of: Callable[[ChunkKey], int | None]) -> None:
-        """Offers what was saved to the host tier to the tiers that are written then.
-
-        Args:
-          keys: head first.
-          source_of: the tier that a chunk was read from, which only nearer ones are offered; None if it was computed.
-        """
-        for i, tier in enumerate(self.tiers):
-            if not tier.demotes:
-                tier.save([key for key in reversed(keys) if (found := source_of(key)) is None or found > i])
-
-    def demote(self, keys: Sequence[ChunkKey]) -> None:
-        """Offers what the host tier has evicted, tail first, to the tiers that are written then."""
-        for tier in self.tiers:
-            if tier.demotes:
-                tier.save(keys)
-
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Records a use of a prefix."""
-        for tier in self.tiers:
-            tier.touch(keys)
+            self._stored.popitem(last=False)
+            self.num_evicted += 1

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.types import ChunkKey
 
 
 @final
 class Tier:
-    """Chunks of one block each. Saves are in flight until `settle`; until then they can be neither found nor evicted.
+    """Chunks of one block each. Copies are in flight until `settle`; until then they can be neither found nor evicted.
 
     Args:
       policy: decides which chunk is evicted.
@@ -23,6 +23,7 @@ class Tier:
         self._index.grow(num_chunks)
         self._on_the_way: list[tuple[Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0
+        self.num_promoted = 0
         self.num_dropped = 0
 
     @property
@@ -64,11 +65,34 @@ class Tier:
             self._on_the_way.append((new, slots))
         return new
 
-    def settle(self) -> None:
-        """Completes all saves in flight."""
+    def promote(self, use: Use, keys: Sequence[ChunkKey], first: int, num_chunks: int) -> Sequence[ChunkKey]:
+        """Reads chunks of a prefix from `first` on, the first that is missing; returns those that had room."""
+        slots = self._index.allocate(
+            use, keys, range(first, first + num_chunks), protected=keys[max(0, first - 1) : first]
+        )
+        new = keys[first : first + len(slots)]
+        self.num_promoted += len(new)
+        if new:
+            self._on_the_way.append((new, slots))
+        return new
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies are in flight."""
+        return bool(self._on_the_way)
+
+    def settle(self) -> list[ChunkKey]:
+        """Completes all copies in flight; returns their chunks."""
+        done: list[ChunkKey] = []
         for keys, slots in self._on_the_way:
             self._index.complete(keys, slots, success=True)
+            done += keys
         self._on_the_way.clear()
+        return done
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident."""
+        return self._index.state(key) is ChunkState.READY
 
     def take_evicted(self) -> list[ChunkKey]:
         """The chunks evicted since the last call, in order."""
