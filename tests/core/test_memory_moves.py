@@ -1,5 +1,6 @@
 """Memory that moves between chunks and states, as the scheduler plans it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ class DrawnRule:
 
     def __init__(self) -> None:
         self.wanted: Pool | None = None
+        self._numbers = itertools.count()
+
+    @property
+    def num_evicted(self) -> tuple[int, int]:
+        """As if chunks were evicted all the time, so that it is asked in every step."""
+        return next(self._numbers), 0
 
     def restart(self, now: int) -> None:
         pass

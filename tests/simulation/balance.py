@@ -1,5 +1,6 @@
 """The rule by which memory moves, with moves that a trace asks for."""
 
+import itertools
 from collections.abc import Sequence
 from typing import final
 
@@ -19,6 +20,13 @@ class DrawnBalance:
         self._rule = rule
         self.wanted: Pool | None = None
         self.is_even = False
+        self._numbers = itertools.count()
+
+    @property
+    def num_evicted(self) -> tuple[int, int]:
+        """As the rule says; while a trace asks for something another pair each time, so that `choose` is called."""
+        asks = self.is_even or self.wanted is not None
+        return (next(self._numbers), 0) if asks else self._rule.num_evicted
 
     def restart(self, now: int) -> None:
         self._rule.restart(now)

@@ -768,10 +768,13 @@ MUTATIONS = (
     ),
     Mutation("all divisions have one id", "SegmentMoves._change", "self._id += 1", "self._id = 1"),
     Mutation(
-        "the pools have more memory than a worker", "SegmentMoves.plan", "min(...)", "max(self._capacity.values())"
+        "the pools have more memory than a worker", "SegmentMoves._consider", "min(...)", "max(self._capacity.values())"
     ),
     Mutation(
-        "memory that a restarted worker has again is not used", "SegmentMoves.plan", "sum(_1) != _2", "sum(_1) > _2"
+        "memory that a restarted worker has again is not used",
+        "SegmentMoves._consider",
+        "sum(_1) != _2",
+        "sum(_1) > _2",
     ),
     Mutation(
         "while slots are vacated they grow again",

@@ -89,6 +89,8 @@ class HostPools:
         if reported[0] > known[0] or reported[1] > known[1]:
             self._num_slots[report.worker_id] = max(known[0], reported[0]), max(known[1], reported[1])
             self._grow()
+            if self._moves is not None:
+                self._moves.reconsider()
 
     def restart(self, report: StepReport) -> None:
         """A worker has restarted; `apply` follows with what it has."""
@@ -151,6 +153,8 @@ class SegmentMoves:
         self._limits: _Sizes = segments.divide(segments.num_segments, context.config.state_share)  # in plans
         self._goal = self._limits  # differs from the limits while slots are vacated
         self._id = 0
+        self._division: HostDivision | None = None
+        self._seen: tuple[int, ...] | None = None  # what a decision depends on, when a move was last considered
         self._gives_up_at_s: float | None = None
 
     @property
@@ -160,9 +164,14 @@ class SegmentMoves:
 
     def accepts(self, report: StepReport) -> bool:
         """Notes how many segments a worker can have; whether its slots are those of the present division."""
-        if report.num_host_segments:
+        if report.num_host_segments and report.num_host_segments != self._capacity[report.worker_id]:
             self._capacity[report.worker_id] = report.num_host_segments
+            self.reconsider()
         return report.division_id == self._id
+
+    def reconsider(self) -> None:
+        """What the workers have has changed: the next plan considers a move, whatever else is as before."""
+        self._seen = None
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:
         """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
@@ -173,15 +182,22 @@ class SegmentMoves:
         """Continues or begins a move; returns the division for the coming plan, None for the first one."""
         if self._goal != self._limits:
             self._vacate(now_s)
-        elif sum(self._limits) != (capacity := min(self._capacity.values())) and capacity > 1:
+            return self._division
+        # In most steps nothing has changed that a decision depends on.
+        index = self._index
+        seen = index.num_requests, index.num_free_slots, index.num_free_state_slots, *self._balance.num_evicted
+        if seen != self._seen:
+            self._seen = seen
+            self._consider(now_s)
+        return self._division
+
+    def _consider(self, now_s: float) -> None:
+        """Begins a move: to what the workers can have, or as the rule wants it."""
+        if sum(self._limits) != (capacity := min(self._capacity.values())) and capacity > 1:
             share = self._limits[Pool.STATES] / sum(self._limits)
             self._begin(self._segments.divide(capacity, share), gives_up_at_s=None)
         elif self._is_settled():
             self._move(now_s)
-        if not self._id:
-            return None
-        chunks, states = self._limits
-        return HostDivision(division_id=self._id, chunk_segments=chunks, state_segments=states)
 
     def _is_settled(self) -> bool:
         """Whether every worker has all segments of the present division."""
@@ -216,6 +232,7 @@ class SegmentMoves:
         elif self._gives_up_at_s is not None and now_s >= self._gives_up_at_s:
             _logger.info("the host tier stays as it is: some of the memory that was to move is in use all the time")
             self._goal = self._limits
+            self.reconsider()
             self._on_change()
             self._balance.restart(self._index.num_requests)
 
@@ -223,6 +240,10 @@ class SegmentMoves:
         moved = sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
         self._limits = self._goal
         self._id += 1
+        self._division = HostDivision(
+            division_id=self._id, chunk_segments=self._limits[Pool.CHUNKS], state_segments=self._limits[Pool.STATES]
+        )
+        self.reconsider()
         self._balance.restart(self._index.num_requests)
         self._counts.num_moved_segments += moved
         chunks, states = self._slots_of(*self._limits)

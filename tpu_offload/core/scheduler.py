@@ -101,6 +101,7 @@ class OffloadScheduler:
             config, layout, num_workers=num_workers, policy=policy, clock=clock, record_events=record_events
         )
         self._enabled = config.enabled
+        self._has_states = context.has_states
         self._clock = clock
         self._index = context.index
         self._jobs = context.jobs
@@ -392,7 +393,7 @@ class OffloadScheduler:
         self._transfers.expire_waiting(now_s)
         self._jobs.expire(now_s)
         self._transfers.flush_losses()
-        division = self._pools.plan(now_s) if self._context.has_states else None
+        division = self._pools.plan(now_s) if self._has_states else None
         try:
             cancelled = self._plan_transfers(offers, now_s)
         except BaseException:  # an eviction or save policy may be the engine's own

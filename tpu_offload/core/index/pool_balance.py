@@ -110,6 +110,12 @@ class PoolBalance:
         self._chunks_evicted_at = now
         self._begin_window(now)
 
+    @property
+    def num_evicted(self) -> tuple[int, int]:
+        """Chunks, and states, evicted in the present window."""
+        chunks, states = self._windows
+        return chunks.num_evicted, states.num_evicted
+
     def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> PoolMove | None:
         """The next move; None if memory stays where it is. O(1).
 
