@@ -27,7 +27,7 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "little host memory": ({}, {"num_cpu_chunks": 40}, ("num_evicted_checkpoints",)),
     "two devices": ({"tensor_parallel_size": 2}, {}, ()),
 }
-ASYNC_BLOCKS = {"gemma3": 44, "qwen3.5": 28}  # a few more, and some requests are preempted all the same
+ASYNC_BLOCKS = {"gemma3": 44, "qwen3.5": 28}  # a few more; of preemptions see `test_hybrid_failures`
 PIECES = {"gemma3": "num_window_chunks", "qwen3.5": "num_states"}
 
 
