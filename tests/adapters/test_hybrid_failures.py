@@ -1,6 +1,6 @@
 """What goes wrong with models of several KV cache groups, and of two page shapes: preemption, aborts, resets, failures.
 
-Gemma-3-like (windows), Gemma-4-like (pages of two shapes) and Qwen3.5-like (states); `test_states` has more of the last.
+Gemma-3-like (windows), Gemma-4-like (pages of two shapes) and Qwen3.5-like (states), of which `test_states` has more.
 """
 
 from typing import Any
