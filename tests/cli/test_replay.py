@@ -412,4 +412,4 @@ def test_restart_with_a_tier_that_is_asked(tmp_path, monkeypatch):
 
 def test_restart_needs_storage(error_of):
     assert "--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER" in error_of("replay", "--restart")
-    assert "--restart with --preempt or --processes" in error_of("replay", "--restart", "--preempt")
+    assert "--restart with --preempt; expected one of them" in error_of("replay", "--restart", "--preempt")
