@@ -73,6 +73,35 @@ class Tier:
         self.engine.scheduler.apply(self.worker.report())
 
 
+class CountedRule(DrawnRule):
+    """Counts how often it is asked; nothing is ever evicted."""
+
+    num_evicted = (0, 0)
+    num_asked = 0
+
+    def choose(self, **_: Any) -> PoolMove | None:
+        self.num_asked += 1
+        return None
+
+
+def test_the_rule_is_asked_only_when_something_has_changed() -> None:
+    tier = Tier()
+    moves = tier.engine.scheduler._pools._moves
+    assert moves is not None
+    moves._balance = rule = CountedRule()  # type: ignore[assignment]
+    tier.step(5)
+    assert rule.num_asked == 1
+    tier.engine.serve("a", tokens(17))
+    tier.step()
+    num_asked = rule.num_asked
+    assert num_asked > 1, "slots were taken"
+    tier.step(5)
+    assert rule.num_asked == num_asked
+    moves.reconsider()  # as a report that says what a worker has
+    tier.step(5)
+    assert rule.num_asked == num_asked + 1
+
+
 def full_tier() -> Tier:
     """Eight prompts of four chunks: every slot of chunks is used, and 8 of states."""
     tier = Tier()

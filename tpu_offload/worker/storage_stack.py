@@ -74,14 +74,14 @@ class StorageStack:
             _make_pools(config, layout, rank, copiers, memories=memories, state_memories=state_memories)
             for rank, copiers in enumerate(self._copiers)
         ]
-        self._tiers: list[list[StorageCopies]] = []
+        self._num_tiers = len(config.storage_tiers)
+        self._tiers: list[StorageCopies] = []  # of the first rank, nearest first, then of the next
         try:
             for rank, own in enumerate(parts):
                 fingerprint = _fingerprint(config, layout, self._pools[rank], own)
-                self._tiers.append([])
                 for tier_id, num_chunks in enumerate(config.storage_chunks(layout)):
                     copies = self._make_copies(config, layout, rank, tier_id, fingerprint, num_chunks=num_chunks)
-                    self._tiers[rank].append(copies)
+                    self._tiers.append(copies)
         except BaseException:
             self.close()
             raise
@@ -123,27 +123,27 @@ class StorageStack:
     @property
     def tiers(self) -> Sequence[StorageCopies]:
         """The copies of each tier, nearest first: those of the first rank, then of the next."""
-        return list(itertools.chain.from_iterable(self._tiers))
+        return self._tiers
 
     @property
     def are_shared(self) -> tuple[bool, ...]:
         """By tier, whether other engines use it, too."""
-        return tuple(tier.is_shared for tier in self._tiers[0])
+        return tuple(tier.is_shared for tier in self._tiers[: self._num_tiers])
 
     @property
     def stored_keys(self) -> tuple[tuple[ChunkKey, ...], ...]:
         """By rank and tier, what earlier incarnations of this worker left in it, oldest first."""
-        return tuple(tier.stored_keys for tier in self.tiers)
+        return tuple(tier.stored_keys for tier in self._tiers)
 
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight."""
-        return any(tier.has_flights for tier in self.tiers)
+        return any(tier.has_flights for tier in self._tiers)
 
     @property
     def is_landing(self) -> bool:
         """Whether what was read is being written to its slot."""
-        return any(tier.is_landing for tier in self.tiers)
+        return any(tier.is_landing for tier in self._tiers)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -167,19 +167,19 @@ class StorageStack:
 
     def collect(self) -> None:
         """Dispatches the writes of what was read into its slots, and ends finished items."""
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.collect()
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
-        return [waited for tier in self.tiers for waited in tier.waiting_on(all_of_them=all_of_them)]
+        return [waited for tier in self._tiers for waited in tier.waiting_on(all_of_them=all_of_them)]
 
     def close(self) -> None:
         """Ends the threads, dropping queued items, and closes the tiers that do not hang. The caller has waited."""
-        for tier in self.tiers:  # all of them, before the first is waited for
+        for tier in self._tiers:  # all of them, before the first is waited for
             tier.stop()
         until_s = time.monotonic() + _CLOSE_S
-        for tier in self.tiers:
+        for tier in self._tiers:
             tier.close(until_s)
 
     # Inside.
@@ -193,12 +193,12 @@ class StorageStack:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already: ignored", job.job_id)
                 continue
-            error = storage_job_error(job, slots=slots, num_ranks=self._num_ranks, num_tiers=len(self._tiers[0]))
+            error = storage_job_error(job, slots=slots, num_ranks=self._num_ranks, num_tiers=self._num_tiers)
             if error:
                 self._jobs.start(job.job_id, of_storage=True)
                 self._jobs.drop_ref([job.job_id], error)
             else:
-                start(self._tiers[job.rank][job.tier_id], (job,))
+                start(self._tiers[job.rank * self._num_tiers + job.tier_id], (job,))
 
 
 def _make_pools(
