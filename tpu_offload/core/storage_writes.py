@@ -26,8 +26,8 @@ from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
 
 MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
-_MAX_FINISHED = 64  # requests whose prefix is still being written
 MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
+_MAX_FINISHED = 64  # requests whose prefix is still being written
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
 
