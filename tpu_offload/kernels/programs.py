@@ -81,7 +81,7 @@ class Program:
             return self.function.trace(*self.args).lower(lowering_platforms=platforms)
 
     def _own_mesh(self) -> AbstractContextManager[Any]:
-        """A context with the program's mesh if an engine has set another: jax refuses programs of some devices in it."""
+        """The program's mesh as context if an engine has set another: jax refuses programs of some of its devices."""
         sharding = jax.tree.leaves(self.args)[0].sharding
         current = jax.sharding.get_mesh()
         if current.empty or not isinstance(sharding, NamedSharding) or sharding.mesh == current:
