@@ -72,7 +72,7 @@ PHASES = (CONVERSATIONS, DOCUMENTS, CONVERSATIONS)
 class _Never:
     """In place of the rule: moves nothing."""
 
-    num_evicted = 0, 0
+    num_evicted = 0
 
     def choose(self, **_: Any) -> None:
         return None

@@ -22,9 +22,9 @@ class DrawnRule:
         self._numbers = itertools.count()
 
     @property
-    def num_evicted(self) -> tuple[int, int]:
+    def num_evicted(self) -> int:
         """As if chunks were evicted all the time, so that it is asked in every step."""
-        return next(self._numbers), 0
+        return next(self._numbers)
 
     def restart(self, now: int) -> None:
         pass
@@ -76,7 +76,7 @@ class Tier:
 class CountedRule(DrawnRule):
     """Counts how often it is asked; nothing is ever evicted."""
 
-    num_evicted = (0, 0)
+    num_evicted = 0
     num_asked = 0
 
     def choose(self, **_: Any) -> PoolMove | None:

@@ -20,13 +20,13 @@ class DrawnBalance:
         self._rule = rule
         self.wanted: Pool | None = None
         self.is_even = False
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(start=-1, step=-1)  # never as the rule's
 
     @property
-    def num_evicted(self) -> tuple[int, int]:
-        """As the rule says; while a trace asks for something another pair each time, so that `choose` is called."""
+    def num_evicted(self) -> int:
+        """As the rule says; while a trace asks for something another number each time, so that `choose` is called."""
         asks = self.is_even or self.wanted is not None
-        return (next(self._numbers), 0) if asks else self._rule.num_evicted
+        return next(self._numbers) if asks else self._rule.num_evicted
 
     def restart(self, now: int) -> None:
         self._rule.restart(now)

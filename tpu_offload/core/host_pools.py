@@ -154,7 +154,9 @@ class SegmentMoves:
         self._goal = self._limits  # differs from the limits while slots are vacated
         self._id = 0
         self._division: HostDivision | None = None
-        self._seen: tuple[int, ...] | None = None  # what a decision depends on, when a move was last considered
+        self._seen: tuple[tuple[int, ...], int] | None = (
+            None  # what a decision depends on, when a move was last considered
+        )
         self._gives_up_at_s: float | None = None
 
     @property
@@ -184,8 +186,7 @@ class SegmentMoves:
             self._vacate(now_s)
             return self._division
         # In most steps nothing has changed that a decision depends on.
-        index = self._index
-        seen = index.num_requests, index.num_free_slots, index.num_free_state_slots, *self._balance.num_evicted
+        seen = self._index.use_counts(), self._balance.num_evicted
         if seen != self._seen:
             self._seen = seen
             self._consider(now_s)

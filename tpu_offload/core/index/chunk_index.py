@@ -111,6 +111,11 @@ class ChunkIndex:
         """Likewise, slots of states."""
         return len(self._state_slots.free)
 
+    def use_counts(self) -> tuple[int, int, int]:
+        """With states: `num_requests`, `num_free_slots` and `num_free_state_slots`, in one call because it is hot."""
+        assert self._ages is not None
+        return self._ages.now, len(self._slots.free), len(self._state_slots.free)
+
     @property
     def num_quarantined_slots(self) -> int:
         """Slots that a late copy may still write."""

@@ -87,9 +87,12 @@ class PoolBalance:
       segment_slots: slots in a segment of each pool.
       unit: segments for whose slots evictions and free slots are observed before any move.
       chunks_by_age: whether chunks are evicted by their age.
+    Attributes:
+      num_evicted: entries of both pools since the start.
     """
 
     def __init__(self, segment_slots: Sequence[int], *, unit: int, chunks_by_age: bool = True) -> None:
+        self.num_evicted = 0
         self._chunks_by_age = chunks_by_age
         self._segment_slots = segment_slots
         self._unit = unit
@@ -101,6 +104,7 @@ class PoolBalance:
 
     def note_evicted(self, pool: Pool, num_entries: int, age: int) -> None:
         """A pool was short of slots and evicted entries that were last used `age` requests ago."""
+        self.num_evicted += num_entries
         window = self._windows[pool]
         window.num_evicted += num_entries
         window.sum_of_ages += num_entries * age
@@ -109,12 +113,6 @@ class PoolBalance:
         """Forgets all evictions: the pools have other sizes since request `now`."""
         self._chunks_evicted_at = now
         self._begin_window(now)
-
-    @property
-    def num_evicted(self) -> tuple[int, int]:
-        """Chunks, and states, evicted in the present window."""
-        chunks, states = self._windows
-        return chunks.num_evicted, states.num_evicted
 
     def choose(self, *, now: int, num_segments: Sequence[int], num_free: Sequence[int]) -> PoolMove | None:
         """The next move; None if memory stays where it is. O(1).
