@@ -237,6 +237,17 @@ def test_windows(run):
         assert windows["kept_nbytes"] <= windows["saved_nbytes"] < full["saved_nbytes"] == full["kept_nbytes"]
 
 
+def test_host_time_of_groups(run):
+    said, report = run("bench_groups", "--rounds 3")
+    assert "5 windows of 64 blocks" in said
+    loaded = {result["case"]: result["num_loaded"] for result in report["results"]}
+    assert loaded["one group"] == 100
+    assert loaded["5 windows of 64 blocks"] == 100 + 5 * 64
+    assert loaded["states"] == 101
+    assert {num for case, num in loaded.items() if "in all" in case} == {100}
+    assert all(spread["median"] > 0 for result in report["results"] for spread in result["us"].values())
+
+
 def test_windows_of_a_model_with_states(run):
     said, report = run("bench_windows", "--models qwen3.5-397b --turns 4 --prompt-tokens 900 --answer-tokens 100")
     assert "every block" in said

@@ -12,6 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
@@ -272,6 +273,15 @@ def test_windows_without_full_attention_are_refused():
     groups = [KVCacheGroupSpec(["layer"], sliding())]
     with pytest.raises(ConfigError, match="SlidingWindowSpec, expected layers with full attention"):
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_chunked_local_attention_is_refused():
+    """As a group of its own; tpu-inference makes none, its layers with chunked attention keep full-length KV."""
+    local = ChunkedLocalAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=32
+    )
+    with pytest.raises(ConfigError, match="FullAttentionSpec, ChunkedLocalAttentionSpec, expected full attention and"):
+        read_config(config(), grouped(FULL, local))
 
 
 def of_two_head_sizes(spec):
