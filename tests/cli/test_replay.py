@@ -101,7 +101,17 @@ def test_a_model_with_states(tmp_path):
     assert report["offload"]["host"]["num_evicted_chunks"] == 0
 
 
-@pytest.mark.parametrize("model", ["hybrid", "state"])
+def test_a_model_with_windows_and_states(tmp_path):
+    path = tmp_path / "r.json"
+    layers = ("--num-layers", "4", "--max-num-batched-tokens", "32")
+    assert replay("--model", "mixed", *layers, "--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    assert (report["model"]["state_layers"], report["model"]["window_layers"]) == ([0, 1], [2])
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+
+
+@pytest.mark.parametrize("model", ["hybrid", "state", "mixed"])
 def test_layers_that_cannot_be_divided(error_of, model):
     error = error_of("replay", "--model", model, "--num-layers", "6")
     assert f"--model {model} with --num-layers 6; expected a multiple of 4" in error

@@ -47,11 +47,7 @@ def hybrid(model: ModelConfig) -> ModelConfig:
     Raises:
       InputError: its layers cannot be divided so.
     """
-    if model.num_layers % _LAYERS_PER_FULL:
-        raise InputError(
-            f"--model hybrid with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
-            "layer with full attention after three with sliding windows"
-        )
+    _check_layers(model, "hybrid", "with sliding windows")
     return dataclasses.replace(model, sliding_window=_WINDOW, window_layers=_all_but_every_fourth(model))
 
 
@@ -61,15 +57,32 @@ def state(model: ModelConfig) -> ModelConfig:
     Raises:
       InputError: its layers cannot be divided so.
     """
-    if model.num_layers % _LAYERS_PER_FULL:
-        raise InputError(
-            f"--model state with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
-            "layer with full attention after three with states"
-        )
+    _check_layers(model, "state", "with states")
     layers = _all_but_every_fourth(model)
     return dataclasses.replace(
         model, state_layers=layers, num_state_heads=model.num_heads, state_head_dim=model.head_dim
     )
+
+
+def mixed(model: ModelConfig) -> ModelConfig:
+    """A model with states in two of four layers, and a sliding window in one.
+
+    Raises:
+      InputError: its layers cannot be divided so.
+    """
+    _check_layers(model, "mixed", "with states or a sliding window")
+    with_states = state(model)
+    windows = with_states.state_layers[2::3]  # before each layer with full attention
+    states = tuple(i for i in with_states.state_layers if i not in windows)
+    return dataclasses.replace(with_states, state_layers=states, sliding_window=_WINDOW, window_layers=windows)
+
+
+def _check_layers(model: ModelConfig, name: str, kind: str) -> None:
+    if model.num_layers % _LAYERS_PER_FULL:
+        raise InputError(
+            f"--model {name} with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
+            f"layer with full attention after three {kind}"
+        )
 
 
 def _all_but_every_fourth(model: ModelConfig) -> tuple[int, ...]:
@@ -80,6 +93,7 @@ MODELS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "full": lambda model: model,
     "hybrid": hybrid,
     "state": state,
+    "mixed": mixed,
 }
 """What `--model` makes of the model's sizes."""
 

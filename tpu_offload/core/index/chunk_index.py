@@ -282,9 +282,10 @@ class ChunkIndex:
         """A request used the first `num_chunks` of `keys`, head first; those that are not resident are skipped."""
         self._policy.touch(use, keys, num_chunks, self._evictor)
         if self._ages is not None:
-            tail = next((keys[i] for i in range(num_chunks - 1, -1, -1) if keys[i] in self._tree), None)
-            if tail is not None:
-                self._ages.use(use, tail)
+            for i in range(num_chunks - 1, -1, -1):
+                if keys[i] in self._tree:
+                    self._ages.use(use, keys[i])
+                    break
 
     def allocate(
         self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], *, protected: Container[ChunkKey] = ()
