@@ -41,6 +41,11 @@ def chunk_of(piece: PieceKey) -> ChunkKey:
     return ChunkKey(piece[:-1])
 
 
+def group_of(piece: PieceKey) -> int:
+    """The group of a piece, as in `piece_key`."""
+    return piece[-1]
+
+
 @functools.cache
 def _part_suffixes(num_parts: int) -> tuple[bytes, ...]:
     assert 0 < num_parts <= _MAX_PARTS
