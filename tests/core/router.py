@@ -6,6 +6,12 @@ from tpu_offload import LayerGroupKind, OffloadScheduler, TierEventKind
 from tpu_offload.types import BlockHash
 
 
+def num_in_host_tier(scheduler: OffloadScheduler, hashes: Sequence[BlockHash], num_tokens: int) -> int:
+    """How many tokens of a prompt a lookup finds in the host tier; unlike `num_cached_tokens`, not in storage."""
+    request = scheduler._requests.new("of a test")
+    return scheduler._loads.num_cached_tokens(request, hashes, num_tokens=num_tokens)
+
+
 class Router:
     """Follows the events of one scheduler, and applies the rule that `TierEvent` gives.
 

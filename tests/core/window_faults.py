@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeWorker
-from tests.core.router import Router
 from tests.core.window_engine import WindowEngine
 from tests.core.window_lives import RandomLife, run_many
 from tpu_offload import CacheEpoch, JobResult, JobState, RequestLimits, StepPlan, StepReport, Update
@@ -156,9 +155,7 @@ class FaultyLife(RandomLife):
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
         self.restart_rate = rng.choice([0.0, 0.0, 0.01, 0.03])
         self.cache_loss_rate = rng.choice([0.0, 0.0, 0.01])
-        self.num_requests = self.num_loaded = self.num_checked = 0
-        self.num_routed = 0
-        self.router = Router(self.engine.scheduler)
+        self.watch()
 
     def arrive(self) -> None:
         rng, engine = self.rng, self.engine

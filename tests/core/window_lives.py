@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker
-from tests.core.router import Router
+from tests.core.router import Router, num_in_host_tier
 from tests.core.window_engine import WindowEngine
 from tpu_offload import KVLayout
 from tpu_offload.types import BlockHash
@@ -55,6 +55,10 @@ class RandomLife:
         self.undelivered: list[list[Any]] = [[] for _ in workers]
         self.fault_rate = rng.choice([0.0, 0.2])
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
+        self.watch()
+
+    def watch(self) -> None:
+        """Counts, and follows the events, from here on."""
         self.num_requests = self.num_loaded = self.num_checked = 0
         self.num_routed = 0  # tokens that lookups and the router found
         self.router = Router(self.engine.scheduler)
@@ -127,7 +131,7 @@ class RandomLife:
         for prompt in [self.prompt(), *(request.tokens for request in self.engine.requests.values())]:
             hashes: list[BlockHash] = []
             self.engine.hasher.extend(hashes, prompt)
-            found = self.engine.scheduler.num_cached_tokens(hashes, num_tokens=len(prompt))
+            found = num_in_host_tier(self.engine.scheduler, hashes, len(prompt))
             assert self.router.num_cached_tokens(hashes, len(prompt)) == found, "the events name another prefix"
             self.num_routed += found
 

@@ -504,7 +504,7 @@ class CheckpointTable:
     ) -> list[int | None]:
         """The slots of the pieces of a boundary that other checkpoints have; None for those to be saved."""
         is_next = before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before)
-        if before is None or not is_next:
+        if before is None or not is_next or self._pieces.are_lost(before.slots):  # they may have been saved anew
             return self._pieces.known_slots(keys, end)
         known: list[int | None] = []
         first = 0
