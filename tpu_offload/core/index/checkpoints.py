@@ -9,8 +9,8 @@ contains it. A state is of one boundary only.
 
 A checkpoint is READY once all of its pieces are saved. Lookups also find boundaries for which no checkpoint was saved
 but whose pieces are there (see `pieces`); a load makes a checkpoint of what it has found. A checkpoint is dropped as a
-whole, because a part of it is of no use at its boundary: the least recently used one when slots are short, one whose bytes are lost or never arrived, and the one at a full-attention
-chunk that is removed.
+whole, because a part of it is of no use at its boundary: the least recently used one when slots are short, one whose
+bytes are lost or never arrived, and the one at a full-attention chunk that is removed.
 """
 
 from array import array
