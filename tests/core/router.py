@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from tpu_offload import LayerGroupKind, OffloadScheduler, TierEventKind
+from tpu_offload.core.index import ChunkState
+from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import BlockHash
 
 
@@ -46,6 +48,13 @@ class Router:
                 else:
                     assert known >= hashes, f"layer group {event.group_id}: removed without having been stored"
                     known -= hashes
+
+    def check_chunks(self) -> None:
+        """Raises AssertionError unless the events name exactly the chunks of full attention that are READY."""
+        self.take()
+        index = self._scheduler._index
+        ready = {last_block_hash(key) for key in index._tree.slot_of if index.state(key) is ChunkState.READY}
+        assert self.hashes[0] == ready
 
     def num_cached_tokens(self, hashes: Sequence[BlockHash], num_tokens: int) -> int:
         """How many tokens of a prompt with these block hashes could be loaded."""
