@@ -597,6 +597,7 @@ MUTATIONS = (
         "boundary - self._most_pieces[group]",
         "_0 + 1",
     ),
+    Mutation("a boundary of shared pieces is skipped", "PieceTable._skip", "boundary -= 1", "boundary -= 2"),
     Mutation(
         "a boundary of shared pieces is not found",
         "CheckpointTable.find",

@@ -279,9 +279,8 @@ class CheckpointTable:
         if free:
             pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
             saved = [NewPiece(*pieces[at], slots[at]) for at, slot in enumerate(known) if slot is None]
-            for group, number, slot in saved:
-                self._pieces.add(piece_key(keys[number], group), slot)
-                self._pending[slot] = []
+            self._pieces.add([piece_key(keys[number], group) for group, number, _ in saved], free)
+            self._pending |= {slot: [] for slot in free}
         if self._pending:
             for slot in slots:
                 if slot in self._pending:

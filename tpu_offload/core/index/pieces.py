@@ -11,7 +11,7 @@ from typing import final
 from tpu_offload.core.chunk_table import ChunkTable, Entries
 from tpu_offload.core.index.changes import ChangeLog
 from tpu_offload.core.index.slots import TierSlots
-from tpu_offload.piece_keys import PieceKey, piece_key
+from tpu_offload.piece_keys import PieceKey, group_suffix, piece_key
 from tpu_offload.types import ChunkKey
 
 
@@ -51,6 +51,7 @@ class PieceTable:
         self._num_refs: dict[int, int] = {}
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
         self.num_states = 0
+        self._widest = max(((most, group) for group, most in enumerate(most_pieces)), default=(0, 0))
         self.may_cover = not has_states and max(most_pieces, default=0) != 1
 
     def num_pieces(self, end: int) -> tuple[int, ...]:
@@ -94,7 +95,7 @@ class PieceTable:
         if not self.key_of and any(self._most_pieces):
             return first
         ready_from = [end] * len(self._most_pieces)  # by group: those from here on to the boundary are
-        boundary, group = end, 0
+        boundary, group = self._skip(keys, first, end), 0
         while boundary > first and group < len(ready_from):
             start = max(0, boundary - self._most_pieces[group])
             missing = self._first_missing(keys, group, start, min(ready_from[group], boundary))
@@ -102,8 +103,28 @@ class PieceTable:
             if missing is None:
                 group += 1
             else:  # all boundaries between this one and the missing piece need it
-                boundary, group = missing, 0
+                boundary, group = self._skip(keys, first, missing), 0
         return max(first, boundary)
+
+    def _skip(self, keys: Sequence[ChunkKey], first: int, boundary: int) -> int:
+        """The last boundary, from this one down, with the first and the last chunk of the widest window.
+
+        These are looked up first, because without the first one none of as many boundaries is covered as the window has
+        chunks. `first` or less if there is no such boundary.
+        """
+        most, group = self._widest
+        parts, suffix = self._slot_of.parts, group_suffix(group)
+        while most and boundary > first:
+            start = boundary - most if boundary > most else 0
+            key = keys[start]
+            if key + suffix not in parts[key[0]]:
+                boundary = start
+                continue
+            key = keys[boundary - 1]
+            if key + suffix in parts[key[0]]:
+                break
+            boundary -= 1
+        return boundary
 
     def _first_missing(self, keys: Sequence[ChunkKey], group: int, first: int, end: int) -> int | None:
         """The first of the pieces of chunks `first` to `end - 1` that is not READY."""
@@ -113,16 +134,17 @@ class PieceTable:
                 return i
         return None
 
-    def add(self, name: PieceKey, slot: int) -> None:
-        """A piece is about to be saved, for a checkpoint: that and the save need it."""
-        self._slot_of[name], self.key_of[slot] = slot, name
-        self._num_refs[slot] = 2
-        self.num_states += slot >= self._slots.first_state
+    def add(self, names: Sequence[PieceKey], slots: Sequence[int]) -> None:
+        """Pieces are about to be saved, for one checkpoint: that and the save need them."""
+        for name, slot in zip(names, slots, strict=True):
+            self._slot_of[name], self.key_of[slot] = slot, name
+            self._num_refs[slot] = 2
+            self.num_states += slot >= self._slots.first_state
 
     def saved(self, slots: Sequence[int], *, success: bool) -> None:
         """The save of these pieces has ended; the reference of the save stays."""
-        names = [self.key_of[slot] for slot in slots]
-        current = [name for name, slot in zip(names, slots, strict=True) if self._slot_of.get(name) == slot]
+        named = ((self.key_of[slot], slot) for slot in slots)
+        current = (name for name, slot in named if self._slot_of.get(name) == slot)  # else another slot has it, or none
         if success:
             self._note(current, found=True)
         else:  # nothing finds them from now on, whatever still needs their slots
@@ -168,8 +190,7 @@ class PieceTable:
         candidates = lost if len(lost) <= len(used) else used
         slots = [s for s in candidates if s in used and s in lost and s not in self._pending and s not in self._lost]
         self._lost.update(slots)
-        if self._changes is not None:
-            self._note([used[slot] for slot in slots if self._slot_of.get(used[slot]) == slot], found=False)
+        self._note((used[slot] for slot in slots if self._slot_of.get(used[slot]) == slot), found=False)
 
     def clear(self, kept: Iterable[int]) -> list[Entries]:
         """Nothing is found any more; those of `kept` keep their slots, with a reference for each time they are named.
@@ -194,6 +215,6 @@ class PieceTable:
         assert self.num_states == sum(slot >= self._slots.first_state for slot in refs)
         assert all(self.key_of[self._slot_of[name]] == name for name in self._slot_of)
 
-    def _note(self, names: Sequence[PieceKey], *, found: bool) -> None:
+    def _note(self, names: Iterable[PieceKey], *, found: bool) -> None:
         if self._changes is not None:
-            self._changes.add(names, found=found, of_pieces=True)
+            self._changes.add(tuple(names), found=found, of_pieces=True)
