@@ -8,7 +8,7 @@ from tests.core.test_states import state_engine
 from tests.core.window_engine import WindowEngine
 from tpu_offload import JobKind, TierEvent, TierEventKind
 from tpu_offload.core import inspection
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.index import Checkpoint, ChunkIndex, NewPiece
 from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.types import BlockHash, ChunkKey
 
@@ -247,4 +247,29 @@ def test_a_dropped_checkpoint_that_a_load_reads_is_not_found(states) -> None:
     assert (change.found, change.of_pieces, len(change.keys or ())) == (False, True, 1)
     index.release_checkpoint(begun[0])
     assert index.take_changes() == []
+    index.check_invariants()
+
+
+def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time() -> None:
+    """The checkpoint before the new one still has the lost slot."""
+    index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(3,))
+    index.grow(20)
+    keys = [ChunkKey(b"%d" % i) for i in range(5)]
+    index.complete(keys, index.allocate(Use(0), keys, range(5)), success=True)
+
+    def save(end: int, before: Checkpoint | None = None) -> tuple[Checkpoint, list[NewPiece]]:
+        begun = index.begin_checkpoint(keys, end, max_chunks=9, before=before)
+        assert begun is not None
+        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+        return begun
+
+    before, pieces = save(4)
+    index.lose_pieces([piece.slot for piece in pieces if piece.number == 2])
+    assert [piece.number for piece in save(3)[1]] == [0, 2]
+    found, boundary, _ = index.find_checkpoint(keys, 0, 4)
+    assert found is not None
+    assert boundary == 4, "all of its pieces are there"
+    assert [piece.number for piece in save(5, before)[1]] == [4]
+    stored = [key for change in index.take_changes() if change.of_pieces and change.found for key in change.keys or ()]
+    assert len(stored) == 6, "chunk 2 twice"
     index.check_invariants()
