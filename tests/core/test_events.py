@@ -273,3 +273,17 @@ def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time()
     stored = [key for change in index.take_changes() if change.of_pieces and change.found for key in change.keys or ()]
     assert len(stored) == 6, "chunk 2 twice"
     index.check_invariants()
+
+
+def test_without_record_nothing_is_kept_of_pieces() -> None:
+    index = ChunkIndex(LRUPolicy(), window_chunks=(2,))
+    index.grow(20)
+    keys = [ChunkKey(b"%d" % i) for i in range(3)]
+    index.complete(keys, index.allocate(Use(0), keys, range(3)), success=True)
+    begun = index.begin_checkpoint(keys, 3, max_chunks=9)
+    assert begun is not None
+    index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+    index.lose_pieces([begun[1][0].slot])
+    assert index.find_checkpoint(keys, 0, 3)[0] is None
+    assert not index.has_changes
+    assert index.take_changes() == []

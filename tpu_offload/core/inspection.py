@@ -24,10 +24,11 @@ _MAX_EVENT_CHUNKS = 10_000
 
 def take_events(context: TierContext) -> list[TierEvent]:
     """See `OffloadScheduler.take_events`."""
+    if not context.index.has_changes:
+        return []
     num_full, events = context.num_full_groups, []
-    for kind, changes in itertools.groupby(
-        context.index.take_changes(_MAX_EVENT_CHUNKS // max(1, num_full)), key=_event_kind
-    ):
+    taken = context.index.take_changes(_MAX_EVENT_CHUNKS // max(1, num_full))
+    for kind, changes in itertools.groupby(taken, key=_event_kind):
         if kind is TierEventKind.CLEARED:
             events.append(TierEvent(kind=kind, block_hashes=(), group_id=None))
             continue

@@ -29,6 +29,9 @@ class ChangeLog:
     def __init__(self) -> None:
         self._changes: deque[Changes] = deque()
 
+    def __bool__(self) -> bool:
+        return bool(self._changes)
+
     def add(self, keys: Sequence[ChunkKey], *, found: bool, of_pieces: bool = False) -> None:
         """Lookups begin or cease to find these chunks, or pieces."""
         if keys:

@@ -143,6 +143,11 @@ class ChunkIndex:
         return self._checkpoints.num_evicted
 
     @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` has something to return."""
+        return bool(self._changes)
+
+    @property
     def has_lost_slots(self) -> bool:
         """Whether chunks of lost slots are still resident, so that `tidy` will invalidate more."""
         return bool(self._lost_slots)
