@@ -22,7 +22,8 @@ _MAX_PARTS = 2**16
 
 
 @functools.cache
-def _group_suffix(group: int) -> bytes:
+def group_suffix(group: int) -> bytes:
+    """What `piece_key` appends to the name of a chunk."""
     return bytes((group,))
 
 
@@ -33,12 +34,17 @@ def piece_key(key: ChunkKey, group: int) -> PieceKey:
       key: the chunk of full attention of the same tokens, or before the state.
       group: 0 for the first window group; states come after all windows.
     """
-    return PieceKey(ChunkKey(key + _group_suffix(group)))
+    return PieceKey(ChunkKey(key + group_suffix(group)))
 
 
 def chunk_of(piece: PieceKey) -> ChunkKey:
     """The chunk that a piece is named after."""
     return ChunkKey(piece[:-1])
+
+
+def group_of(piece: PieceKey) -> int:
+    """The group of a piece, as in `piece_key`."""
+    return piece[-1]
 
 
 @functools.cache

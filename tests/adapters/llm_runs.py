@@ -31,6 +31,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.adapters.llm_probes import (
     EventRecorder,
     FedTokens,
@@ -372,14 +374,9 @@ class EngineRun:
         """Records KV events from now on."""
         self._scheduler.kv_event_publisher = EventRecorder(self._batches)
 
-    def events(self) -> list[tuple[str, str, list[str]]]:
-        """Kind, medium and hashes of the published events."""
-        return [
-            (type(event).__name__, event.medium, [str(block_hash) for block_hash in event.block_hashes])
-            for batch in self._batches
-            for event in batch.events
-            if hasattr(event, "block_hashes")
-        ]
+    def events(self) -> list[str]:
+        """The events published so far, as JSON; hashes that are bytes are in base64."""
+        return [msgspec.json.encode(event).decode() for batch in self._batches for event in batch.events]
 
     def metrics(self) -> dict[str, Any]:
         """The connector's series on vLLM's Prometheus endpoint."""

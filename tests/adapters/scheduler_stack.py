@@ -31,7 +31,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from tests.adapters.engine_config import EOS, kv_cache_config, make_config
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
-from tests.inside import tier_group
+from tests.inside import tier_group, tier_groups
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
@@ -421,8 +421,7 @@ def save_prompt(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list
 def hold_saves(stack: Stack) -> list:
     """Holds back the completion of saves until the returned list is emptied."""
     held = [True]
-    for worker in stack.workers:
-        group = tier_group(worker)
+    for group in [group for worker in stack.workers for group in tier_groups(worker)]:
 
         def end(flight, real=group.end):
             if not (held and flight.direction is Direction.SAVE):

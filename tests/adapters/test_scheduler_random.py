@@ -2,13 +2,16 @@
 
 import functools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
+from tests.adapters.kv_router import KVRouter
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack, take_caches
 from tests.inside import tier_groups
 from tpu_offload import StepReport
@@ -86,7 +89,13 @@ class RandomRun:
             save_wait_s=rng.choice([0.0, 0.5]),
             num_rows=rng.choice([4, 6, 14]) if has_states else 0,
             retention_interval=rng.choice([0, 0, None, 2 * BLOCK_SIZE]) if has_states else None,
+            events=seed % 2 == 0,
         )
+        self.router = KVRouter() if seed % 2 == 0 else None
+        self.published: list[Any] = []
+        publisher = self.stack.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: self.published.extend(batch.events)
+        self.num_routed = 0  # tokens that lookups and the router found
         loss_rate = rng.choice([0.0, 0.0, 0.1])
         # With states, lost caches end the engine.
         self.faults = Faults(self.stack, rng, self.fault_rate, 0.0 if has_states else loss_rate)
@@ -117,12 +126,28 @@ class RandomRun:
                 self.reset()
             stack.step()
             stack.side.check_invariants()
+            self.check_router()
         stack.drain()
         if any(request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()):
             assert stack.config.kv_transfer_config.kv_load_failure_policy == "fail"
         stack.check_end()
         assert all(runner.num_checked for runner in stack.runners)
         stack.close()
+
+    def check_router(self) -> None:
+        """By the events, as much of a prompt can be loaded as lookups find."""
+        stack = self.stack
+        if self.router is None or stack.offload is None:
+            return
+        for event in [*self.published, *stack.side.take_events()]:
+            self.router.take(event)
+        self.published.clear()
+        for request in stack.requests.values():
+            hashes, num_tokens = request.block_hashes, request.num_tokens
+            found = stack.offload.num_cached_tokens(hashes, num_tokens=num_tokens)
+            names = [maybe_convert_block_hash(block_hash) for block_hash in hashes]
+            assert self.router.num_host_tokens(names, num_tokens, block_size=BLOCK_SIZE) == found
+            self.num_routed += found
 
     def abort(self) -> None:
         live = [i for i, r in self.stack.scheduler.requests.items() if not r.is_finished()]
@@ -147,6 +172,7 @@ _loads = {
 }  # fmt: skip
 _losses = dict.fromkeys(_loads, 0)
 _state_loads = {"states": 0, "states and async": 0}
+_routed = dict.fromkeys(_loads | _state_loads, 0)
 _settings = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -157,6 +183,7 @@ def test_random_run_with_states(mode, seed):
     run = RandomRun(seed, mode)
     run.run(40)
     _state_loads[mode] += run.stack.offload.stats().loaded_blocks
+    _routed[mode] += run.num_routed
 
 
 @pytest.mark.parametrize("mode", list(_loads))
@@ -167,9 +194,11 @@ def test_random_run(mode, seed):
     run.run(40)
     _loads[mode] += run.stack.offload.stats().loaded_blocks
     _losses[mode] += run.faults.num_lost
+    _routed[mode] += run.num_routed
 
 
 def test_the_runs_loaded_blocks_and_lost_caches():
     assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
     assert all(_losses.values()), _losses
     assert all(num_blocks > 25 for num_blocks in _state_loads.values()), _state_loads
+    assert all(num_tokens > 1000 for num_tokens in _routed.values()), _routed

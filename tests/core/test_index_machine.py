@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
         changes = [
             (key, found)
-            for keys, found in self.index.take_changes()
+            for keys, found, _ in self.index.take_changes()
             for key in (sorted(self.found) if keys is None else keys)
         ]
         for key, found in changes:

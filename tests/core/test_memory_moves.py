@@ -292,7 +292,7 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
 
     monkeypatch.setattr(checkpoints.CheckpointTable, "_is_resident", is_resident)
     num_calls = 0
-    while num_calls < 40 and any(slot in range(400, 1600) for slot in index._checkpoints._key_of):
+    while num_calls < 40 and any(slot in range(400, 1600) for slot in index._checkpoints._pieces.key_of):
         num_calls += 1
         looked_at.clear()
         index._checkpoints.evict_from(range(400, 1600))

@@ -19,10 +19,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
-from tpu_offload.core.engine_api import TierEventKind
-from tpu_offload.core.index import ChunkState
 from tpu_offload.errors import ConfigError
-from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import BlockHash, Direction, JobKind
 
 
@@ -873,72 +870,6 @@ def test_an_update_names_the_transfers_that_ended() -> None:
     (transfer,) = engine.apply(workers[1], workers[1].finish()).transfers
     assert (transfer.direction, transfer.num_blocks, transfer.duration_s) == (Direction.SAVE, 3, 0.5)
     assert engine.apply(workers[1], []) == Update()
-
-
-# Events.
-
-
-class Router:
-    """Tracks the host tier by its events only."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.scheduler = engine.scheduler
-        self.hashes: set[bytes] = set()
-
-    def look(self) -> None:
-        for event in self.scheduler.take_events():
-            hashes = set(event.block_hashes)
-            if event.kind is TierEventKind.CLEARED:
-                assert not hashes
-                self.hashes.clear()
-                continue
-            assert len(hashes) == len(event.block_hashes) > 0
-            if event.kind is TierEventKind.STORED:
-                assert not hashes & self.hashes
-                self.hashes |= hashes
-            else:
-                assert hashes <= self.hashes
-                self.hashes -= hashes
-
-    def check(self) -> None:
-        self.look()
-        index = self.scheduler._index
-        assert self.hashes == {
-            last_block_hash(key) for key in index._tree.slot_of if index.state(key) is ChunkState.READY
-        }
-
-
-def test_events_follow_saves_evictions_losses_and_resets() -> None:
-    engine = FakeEngine(record_events=True, num_cpu_chunks=5)
-    router = Router(engine)
-    engine.serve("a", tokens(12))
-    router.check()
-    assert len(router.hashes) == 3
-    engine.serve("b", tokens(16, start=50))
-    router.check()
-    assert len(router.hashes) == 5
-    engine.workers[0].lose(0, 2, blocks_per_chunk=1)
-    engine.apply(engine.workers[0], [])
-    router.check()
-    assert len(router.hashes) < 5
-    engine.scheduler.reset()
-    router.check()
-    assert router.hashes == set()
-
-
-def test_a_failed_save_is_no_event() -> None:
-    engine = FakeEngine(record_events=True)
-    engine.add("a", tokens(12))
-    engine.step({"a": 12})
-    engine.apply(engine.workers[0], engine.workers[0].finish(fail=True))
-    assert engine.scheduler.take_events() == []
-
-
-@pytest.mark.parametrize("asked_for", [False, True])
-def test_without_record_events_there_are_no_events(asked_for) -> None:
-    engine = FakeEngine(record_events=asked_for)
-    engine.serve("a", tokens(12))
-    assert bool(engine.scheduler.take_events()) == asked_for
 
 
 def test_the_failure_of_an_old_load_is_not_reported_to_the_request_that_returned() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker
-from tests.core.test_scheduler import Router
+from tests.core.router import Router
 from tpu_offload import JobKind, StepPlan
 
 
@@ -41,7 +41,7 @@ class RandomLife:
         self.num_requests = 0
         self.num_loaded_tokens = 0
         self.checked = 0
-        self.router = Router(self.engine)
+        self.router = Router(self.engine.scheduler)
 
     def arrive(self) -> None:
         prompt: list[int] = []
@@ -77,7 +77,7 @@ class RandomLife:
 
     def check(self) -> None:
         self.engine.scheduler.check_invariants()
-        self.router.check()
+        self.router.check_chunks()
         stats = self.engine.scheduler.stats()
         assert stats.staging_peak_blocks <= stats.staging_budget_blocks
         for request in self.engine.requests.values():

@@ -175,7 +175,7 @@ def test_many_lost_slots_are_found_no_more_at_once_and_invalidated_incrementally
         assert 0 < len(invalidated) <= MAX_REMOVED
         lost += invalidated
     assert len(index) == 3000 - num_lost == 3000 - len(set(lost))
-    assert sum(len(keys or ()) for keys, found in index.take_changes()) == num_lost
+    assert sum(len(keys or ()) for keys, _, _ in index.take_changes()) == num_lost
     assert len(index.find(chain(25, 100), 48)) == 52
     index.check_invariants()
 
@@ -306,7 +306,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
         assert (stats.num_resident_chunks, stats.num_host_chunks) == (0, 10_000)
         assert [engine.find(f"n{i}", block_hashes(i, 100)) for i in range(num_prompts)] == [0] * num_prompts
         (event,) = engine.scheduler.take_events()
-        assert (event.kind, event.block_hashes) == (TierEventKind.CLEARED, ())
+        assert (event.kind, event.block_hashes, event.group_id) == (TierEventKind.CLEARED, (), None)
         engine.scheduler.check_invariants()
         engine.save("a", block_hashes(0, 100))
         assert engine.find("b", block_hashes(0, 100)) == 100

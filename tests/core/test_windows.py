@@ -255,7 +255,7 @@ def test_random_run_with_restarts_and_lost_caches(seed) -> None:
 
 
 def test_the_random_runs_do_load_evict_drop_and_fail() -> None:
-    totals = dict.fromkeys(("loaded", "windows", "evicted", "dropped", "failed", "timed_out"), 0)
+    totals = dict.fromkeys(("loaded", "windows", "evicted", "dropped", "failed", "timed_out", "routed"), 0)
     for seed in range(20):
         life = RandomLife(1000 + seed)
         life.run(100)
@@ -267,6 +267,7 @@ def test_the_random_runs_do_load_evict_drop_and_fail() -> None:
         totals["dropped"] += stats.num_dropped_checkpoints
         totals["failed"] += stats.num_failed_jobs
         totals["timed_out"] += stats.num_timed_out_jobs
+        totals["routed"] += life.num_routed
     assert all(count > 10 for count in totals.values()), totals
 
 

@@ -155,7 +155,7 @@ class FaultyLife(RandomLife):
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
         self.restart_rate = rng.choice([0.0, 0.0, 0.01, 0.03])
         self.cache_loss_rate = rng.choice([0.0, 0.0, 0.01])
-        self.num_requests = self.num_loaded = self.num_checked = 0
+        self.watch()
 
     def arrive(self) -> None:
         rng, engine = self.rng, self.engine

@@ -9,8 +9,10 @@ import random
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker
+from tests.core.router import Router, num_in_host_tier
 from tests.core.window_engine import WindowEngine
 from tpu_offload import KVLayout
+from tpu_offload.types import BlockHash
 
 
 class RandomLife:
@@ -53,7 +55,13 @@ class RandomLife:
         self.undelivered: list[list[Any]] = [[] for _ in workers]
         self.fault_rate = rng.choice([0.0, 0.2])
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
+        self.watch()
+
+    def watch(self) -> None:
+        """Counts, and follows the events, from here on."""
         self.num_requests = self.num_loaded = self.num_checked = 0
+        self.num_routed = 0  # tokens that lookups and the router found
+        self.router = Router(self.engine.scheduler)
 
     def make_layout(self, windows: tuple[int, ...]) -> KVLayout | None:
         """Another layout than that of the engine."""
@@ -117,6 +125,16 @@ class RandomLife:
         else:
             worker.lose(first, end, blocks_per_chunk=self.blocks_per_chunk)
 
+    def check_router(self) -> None:
+        """By the events, a prompt's prefix is as long as lookups find it."""
+        self.router.take()
+        for prompt in [self.prompt(), *(request.tokens for request in self.engine.requests.values())]:
+            hashes: list[BlockHash] = []
+            self.engine.hasher.extend(hashes, prompt)
+            found = num_in_host_tier(self.engine.scheduler, hashes, len(prompt))
+            assert self.router.num_cached_tokens(hashes, len(prompt)) == found, "the events name another prefix"
+            self.num_routed += found
+
     def run(self, num_steps: int) -> None:
         engine, rng = self.engine, self.rng
         for _ in range(num_steps):
@@ -133,6 +151,7 @@ class RandomLife:
                 engine.scheduler.reset()
             self.step()
             engine.scheduler.check_invariants()
+            self.check_router()
             for request in engine.requests.values():
                 if not request.loading:
                     self.num_checked += engine.check_bytes(request)

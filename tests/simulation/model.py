@@ -15,6 +15,7 @@ from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
 from tests.simulation.places import Places
 from tests.simulation.request import Request
+from tests.simulation.router import Router
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
 from tpu_offload import (
@@ -142,6 +143,7 @@ class Model:
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
         self.checkpoints: dict[ChunkKey, Checkpoint] = {}  # the READY ones
+        self.router = Router(groups, self.size)
         self.used_next: dict[str, Checkpoint] = {}  # by request, the one that it was promised last
         self.used: set[Checkpoint] = set()  # that a request has loaded
         self.lost_slots: set[int] = set()  # of pieces that a worker has lost or could not read, until written again
@@ -162,6 +164,8 @@ class Model:
     def on_match(self, request: Request, num_cached: int, epoch: int) -> None:
         """A match promised `request.num_promised` tokens."""
         self.promises.pop(request.name, None)
+        if len(self.groups) > 1:
+            self._check_router(request)
         num_tokens = request.num_promised
         if not num_tokens:
             return
@@ -187,17 +191,29 @@ class Model:
         chunk_tokens = self.size * self.block_size
         if num_tokens % chunk_tokens:
             raise Violation(f"{request.name} is promised windows up to token {num_tokens}, which is inside a chunk")
-        key = self.checkpoints_by_hash().get(request.hashes[num_tokens // self.block_size - 1])
-        if key is None:
+        promise = self.scheduler._requests[request.name].promise
+        checkpoint = promise.checkpoint if promise is not None else None
+        if checkpoint is None or last_block_hash(checkpoint.key) != request.hashes[num_tokens // self.block_size - 1]:
             raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
-        checkpoint = self.checkpoints[key]
         if not self.unreadable.isdisjoint(checkpoint.slots):
             raise Violation(f"{request.name} is promised a checkpoint with a piece that cannot be read")
+        if any(slot in job.slots_written for job in self.jobs.values() for slot in checkpoint.slots):
+            raise Violation(f"{request.name} is promised a checkpoint with a piece that is being saved")
+        if self.checkpoints.get(checkpoint.key) is not checkpoint:  # other checkpoints have its pieces
+            self._check_checkpoint(checkpoint.key, checkpoint)
+            self.counts["shared checkpoints"] += 1
         self.used_next[request.name] = checkpoint
         return checkpoint.slots
 
-    def checkpoints_by_hash(self) -> dict[BlockHash, ChunkKey]:
-        return {last_block_hash(key): key for key in self.checkpoints}
+    def _check_router(self, request: Request) -> None:
+        """Raises Violation unless the events name the prefix of a request that lookups find."""
+        self.sync_index()
+        tokens = len(request.tokens)
+        named = self.router.num_cached_tokens(request.hashes, tokens, self.block_size)
+        asked = self.scheduler._requests.new(request.name)
+        found = self.scheduler._loads.num_cached_tokens(asked, request.hashes, num_tokens=tokens)
+        if named != found:
+            raise Violation(f"{request.name}: by the events {named} tokens can be loaded, by a lookup {found}")
 
     def on_release(self, name: str) -> None:
         self.promises.pop(name, None)
@@ -539,7 +555,10 @@ class Model:
         return [node for nodes in reversed(blocks) for node in nodes]
 
     def _sync_chunks(self) -> None:
-        changes = [(key, found) for keys, found in self.index.take_changes() for key in self._named(keys)]
+        taken = self.index.take_changes()
+        for one in taken:
+            self.router.take(one)
+        changes = [(key, one.found) for one in taken if not one.of_pieces for key in self._named(one.keys)]
         for key, found in changes:
             if not found:
                 slot = self.visible.pop(key, -1)

@@ -551,21 +551,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint that is being saved is found",
-        "CheckpointTable.find",
+        "CheckpointTable._find_saved",
         """
         if checkpoint is not None and not _.num_pending:
-            return checkpoint, boundary, is_pending
+            return checkpoint, boundary, pending_at
         """,
         """
         if checkpoint is not None:
-            return checkpoint, boundary, is_pending
+            return checkpoint, boundary, pending_at
         """,
     ),
     Mutation(
         "the last checkpoint is found while it is being saved",
         "CheckpointTable.find",
         """
-        if checkpoint is not None and not _.num_pending:
+        if checkpoint is not None and self._is_ready(_):
             return checkpoint, end, False
         """,
         """
@@ -576,21 +576,67 @@ MUTATIONS = (
     Mutation(
         "the last checkpoint is found a chunk before its boundary",
         "CheckpointTable.find",
-        "self.get(keys[end - 1])",
-        "self.get(keys[min(end, len(keys) - 1)])",
+        "self._table.get(keys[end - 1])",
+        "self._table.get(keys[min(end, len(keys) - 1)])",
     ),
     Mutation(
         "a checkpoint is found a chunk before its boundary",
-        "CheckpointTable.find",
-        "self.get(keys[boundary - 1])",
-        "self.get(keys[min(boundary, len(keys) - 1)])",
+        "CheckpointTable._find_saved",
+        "table.get(keys[boundary - 1])",
+        "table.get(keys[min(boundary, len(keys) - 1)])",
     ),
-    Mutation("a window chunk that is being saved has one reference", "CheckpointTable.begin", "2", "1"),
-    Mutation("a shared window chunk has no reference more", "CheckpointTable.begin", "self._ref(shared)", "pass"),
+    Mutation(
+        "a boundary is found while pieces of it are being saved",
+        "PieceTable._first_missing",
+        "slot in self._pending",
+        "False",
+    ),
+    Mutation(
+        "a boundary is found that lacks the first chunk of a window",
+        "PieceTable.last_covered",
+        "boundary - self._most_pieces[group]",
+        "_0 + 1",
+    ),
+    Mutation("a boundary of shared pieces is skipped", "PieceTable._skip", "boundary -= 1", "boundary -= 2"),
+    Mutation(
+        "a boundary of shared pieces is not found",
+        "CheckpointTable.find",
+        "self._pieces.may_cover",
+        "False",
+    ),
+    Mutation(
+        "a promise does not hold the shared pieces that it found",
+        "CheckpointTable.hold",
+        "self._pieces.ref(checkpoint.slots)",
+        "pass",
+    ),
+    Mutation("a saved piece is no event", "PieceTable.saved", "self._note(current, found=True)", "pass"),
+    Mutation(
+        "a piece is an event before every worker has it",
+        "PieceTable.add",
+        "self._num_refs[slot] = 2",
+        """
+        self._num_refs[slot] = 2
+        self._note([name], found=True)
+        """,
+    ),
+    Mutation(
+        "a piece that nothing needs any more is no event",
+        "PieceTable.unref",
+        "self._note(removed, found=False)",
+        "pass",
+    ),
+    Mutation("a lost piece is no event", "PieceTable.lose", "self._note(...)", "pass"),
+    Mutation("a lost piece is removed twice by the events", "PieceTable.unref", "slot not in self._lost", "True"),
+    Mutation("a piece of which a copy failed is removed by the events", "PieceTable.saved", "success", "not success"),
+    Mutation("a window chunk that is being saved has one reference", "PieceTable.add", "2", "1"),
+    Mutation(
+        "a shared window chunk has no reference more", "CheckpointTable.begin", "self._pieces.ref(shared)", "pass"
+    ),
     Mutation(
         "a dropped checkpoint that a load has read keeps its slots",
         "CheckpointTable.release",
-        "self._unref(...)",
+        "self._pieces.unref(...)",
         "pass",
     ),
     Mutation("the slots of a held checkpoint are free", "CheckpointTable.drop", "not _.num_holds", "True"),

@@ -358,7 +358,7 @@ class RealLife(RandomLife):
         )
         self.undelivered = [[]]
         self.fault_rate = self.loss_rate = 0.0
-        self.num_requests = self.num_loaded = self.num_checked = 0
+        self.watch()
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])

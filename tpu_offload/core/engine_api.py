@@ -224,20 +224,29 @@ class Update:
 class TierEventKind(enum.Enum):
     """How the contents of the host tier changed."""
 
-    STORED = "stored"  # lookups find these chunks from now on
+    STORED = "stored"  # lookups find these from now on
     REMOVED = "removed"  # lookups do not find them any more
-    CLEARED = "cleared"  # lookups find none of the earlier chunks any more
+    CLEARED = "cleared"  # lookups find nothing of before any more, in no layer group
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierEvent:
     """A change of the host tier, for routers that send a request to where its prefix is cached.
 
+    Each layer group has events of its own. With windows or states, a request can load its prefix up to the last chunk
+    boundary before its last token for which the host tier has, of each group with
+
+    - full attention, all chunks before it,
+    - a sliding window of w tokens, the last ceil((w - 1) / tokens of a chunk) of these, or all if these are fewer,
+    - states, the one after it.
+
     Attributes:
       kind: the change.
-      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it. Empty for
-        CLEARED.
+      block_hashes: with full attention or a window, the hash of the last block of each chunk, which names the chunk and
+        all before it. Of states, the hash of the last block before it. Empty for CLEARED.
+      group_id: the layer group, as in `KVLayout.groups`; None for CLEARED.
     """
 
     kind: TierEventKind
     block_hashes: tuple[BlockHash, ...]
+    group_id: int | None = 0

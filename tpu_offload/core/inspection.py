@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from tpu_offload import hashing
 from tpu_offload.core.completion import late_account
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import TierEvent, TierEventKind
-from tpu_offload.core.index import Changes, Checkpoint, ChunkIndex, ChunkState
+from tpu_offload.core.index import Changes, Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
@@ -15,25 +16,46 @@ from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tier_stack import TierStack
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import ChunkKey, Direction
+from tpu_offload.piece_keys import PieceKey, chunk_of, group_of
+from tpu_offload.types import BlockHash, ChunkKey, Direction
 
 _MAX_EVENT_CHUNKS = 10_000
 
 
-def take_events(index: ChunkIndex) -> list[TierEvent]:
+def take_events(context: TierContext) -> list[TierEvent]:
     """See `OffloadScheduler.take_events`."""
-    events = []
-    for kind, changes in itertools.groupby(index.take_changes(_MAX_EVENT_CHUNKS), key=_event_kind):
-        keys = itertools.chain.from_iterable(keys or () for keys, _ in changes)
-        events.append(TierEvent(kind=kind, block_hashes=tuple(map(hashing.last_block_hash, keys))))
+    if not context.index.has_changes:
+        return []
+    num_full, events = context.num_full_groups, []
+    taken = context.index.take_changes(_MAX_EVENT_CHUNKS // max(1, num_full))
+    for kind, changes in itertools.groupby(taken, key=_event_kind):
+        if kind is TierEventKind.CLEARED:
+            events.append(TierEvent(kind=kind, block_hashes=(), group_id=None))
+            continue
+        for group_id, hashes in _hashes_by_group(changes, num_full).items():
+            events.append(TierEvent(kind=kind, block_hashes=tuple(hashes), group_id=group_id))
     return events
 
 
-def _event_kind(change: Changes) -> TierEventKind:
-    keys, found = change
-    if keys is None:
+def _event_kind(changes: Changes) -> TierEventKind:
+    if changes.keys is None:
         return TierEventKind.CLEARED
-    return TierEventKind.STORED if found else TierEventKind.REMOVED
+    return TierEventKind.STORED if changes.found else TierEventKind.REMOVED
+
+
+def _hashes_by_group(several: Iterable[Changes], num_full: int) -> dict[int, list[BlockHash]]:
+    """Per layer group, the block hashes that name these chunks and pieces. Full attention comes first."""
+    chunks: list[BlockHash] = []
+    by_group: dict[int, list[BlockHash]] = {}
+    for changes in several:
+        keys = changes.keys or ()
+        if not changes.of_pieces:
+            chunks += map(hashing.last_block_hash, keys)
+            continue
+        for piece in map(PieceKey, keys):
+            hashes = by_group.setdefault(num_full + group_of(piece), [])
+            hashes.append(hashing.last_block_hash(chunk_of(piece)))
+    return (dict.fromkeys(range(num_full), chunks) if chunks else {}) | by_group
 
 
 def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: TierStack) -> OffloadStats:

@@ -459,9 +459,9 @@ class OffloadScheduler:
     def take_events(self) -> list[TierEvent]:
         """Changes of the host tier since the last call, in order; empty without `record_events`.
 
-        A call returns at most 10,000 chunks, so that none takes long; later calls return the rest.
+        A call returns at most 10,000 block hashes, so that none takes long; later calls return the rest.
         """
-        return inspection.take_events(self._index)
+        return inspection.take_events(self._context)
 
     def stored_block_hashes(self) -> frozenset[BlockHash]:
         """Of each chunk in storage, the hash of its last block. O(chunks)."""

@@ -96,7 +96,7 @@ class Tier:
 
     def take_evicted(self) -> list[ChunkKey]:
         """The chunks evicted since the last call, in order."""
-        return [key for keys, found in self._index.take_changes() if not found for key in keys or ()]
+        return [key for change in self._index.take_changes() if not change.found for key in change.keys or ()]
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless index and policy agree. For tests."""

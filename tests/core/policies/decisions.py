@@ -47,7 +47,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
             index.grow(150)
         if i % 100 == 99:
             index.invalidate(rng.sample(chain, 1))
-        evicted += [key for keys, found in index.take_changes() if not found for key in keys]
+        evicted += [key for keys, found, _ in index.take_changes() if not found for key in keys]
         if i % 10 == 0:
             index.check_invariants()
     assert len(evicted) > 500

@@ -47,6 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tpu_offload.adapters.vllm.kv_events import event_groups
 from tpu_offload.adapters.vllm.messages import PlanMessages
 from tpu_offload.adapters.vllm.ranks import shut_down_with_ranks
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
@@ -105,6 +106,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 state_groups=state_groups(kv_cache_config),
                 retains_all_states=kv_cache_config.prefix_cache_retention_interval is None,
                 num_ranks=count_ranks(vllm_config),
+                event_groups=event_groups(kv_cache_config),
                 record_events=events is not None and events.enable_kv_cache_events,
             )
         else:

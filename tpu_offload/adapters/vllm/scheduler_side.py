@@ -14,8 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
-from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
@@ -33,11 +31,11 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
-    TierEventKind,
     TierStats,
     Update,
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
+from tpu_offload.adapters.vllm.kv_events import EventGroup, to_kv_events
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
@@ -50,6 +48,7 @@ from tpu_offload.config import LoadMode
 from tpu_offload.core.policies import find_policy
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -86,6 +85,7 @@ class SchedulerSide:
       state_groups: all that have states.
       retains_all_states: vLLM keeps each state that it computes at a block boundary, not only where it expects a later
         request to continue.
+      event_groups: how KV events name each of the library's layer groups, see `to_kv_events`.
       record_events: whether `take_events` is called.
       num_ranks: data-parallel ranks of the engine, each with a scheduler side like this one.
       clock: monotonic seconds.
@@ -103,6 +103,7 @@ class SchedulerSide:
         group_order: Sequence[int] = (0,),
         state_groups: Sequence[int] = (),
         retains_all_states: bool = False,
+        event_groups: Sequence[Sequence[EventGroup]] = (),
         record_events: bool,
         num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
@@ -116,6 +117,7 @@ class SchedulerSide:
         self._is_reordered = self._group_order != (0,)
         self._state_groups = state_groups
         self._retains_all_states = retains_all_states
+        self._event_groups = event_groups
         self._record_events = record_events
         self._scheduler_id = uuid.uuid4().hex
         self._has_ranks = num_ranks > 1
@@ -445,28 +447,15 @@ class SchedulerSide:
         """Whether copies are in flight."""
         return self._offload is not None and self._offload.has_jobs
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def take_events(self) -> Iterable["KVCacheEvent"]:
         """KV events of the host tier, for routers. A chunk is named by the hash of its last block, as in vLLM's own."""
         if not self._record_events or self._offload is None:
             return
-        for event in self._offload.take_events():
-            if event.kind is TierEventKind.CLEARED:
-                # The event has no medium. After a reset, or the loss of a worker, HBM is empty as well.
-                yield AllBlocksCleared()
-                continue
-            hashes = [maybe_convert_block_hash(block_hash) for block_hash in event.block_hashes]
-            if event.kind is TierEventKind.REMOVED:
-                yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
-            else:
-                yield BlockStored(
-                    block_hashes=hashes,
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=self._block_size * self._config.blocks_per_chunk,
-                    lora_id=None,
-                    medium=MEDIUM_CPU,
-                    lora_name=None,
-                )
+        yield from to_kv_events(
+            self._offload.take_events(),
+            self._event_groups,
+            block_size=self._block_size * self._config.blocks_per_chunk,
+        )
 
     def take_stats(self) -> OffloadConnectorStats | None:
         """The counts since the last call; None if nothing has changed."""

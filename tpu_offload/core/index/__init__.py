@@ -7,7 +7,8 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
   lookup.py       where a prefix ends in the tree, without a look at each chunk
   states.py       which chunks are not READY yet or no longer, and which are pinned
   eviction.py     what a policy sees of the tree, and evicts from it
-  checkpoints.py  window chunks at the boundaries where a request can go on, and the slots that they share
+  checkpoints.py  the boundaries where a request can go on
+  pieces.py       window chunks and states that these are made of, and the slots that they share
   vacating.py     evicts what is in the last slots of a pool, whose memory is to be moved
   ages.py         how long ago evicted chunks were last used
   pool_balance.py which pool gets memory from the other

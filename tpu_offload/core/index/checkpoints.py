@@ -7,9 +7,10 @@ states, the row after its boundary. These are the checkpoint's pieces. Checkpoin
 have in common: a window chunk is stored once, in a slot of the host tier, and freed with the last checkpoint that
 contains it. A state is of one boundary only.
 
-A checkpoint is READY once all of its pieces are saved. It is dropped as a whole, because no part of it is of use: the
-least recently used one when slots are short, one whose bytes are lost or never arrived, and the one at a full-attention
-chunk that is removed.
+A checkpoint is READY once all of its pieces are saved. Lookups also find boundaries for which no checkpoint was saved
+but whose pieces are there (see `pieces`); a load makes a checkpoint of what it has found. A checkpoint is dropped as a
+whole, because a part of it is of no use at its boundary: the least recently used one when slots are short, one whose
+bytes are lost or never arrived, and the one at a full-attention chunk that is removed.
 """
 
 from array import array
@@ -17,7 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, final
 
-from tpu_offload.core.chunk_table import ChunkTable, Entries
+from tpu_offload.core.chunk_table import Entries
+from tpu_offload.core.index.changes import ChangeLog
+from tpu_offload.core.index.pieces import PieceTable
 from tpu_offload.core.index.slots import TierSlots
 from tpu_offload.piece_keys import PieceKey, chunk_of, piece_key
 from tpu_offload.types import ChunkKey
@@ -96,6 +99,7 @@ class CheckpointTable:
       window_chunks: per window group, how many chunks cover its window.
       is_found: whether lookups find this chunk of full attention.
       has_states: whether each checkpoint has a state.
+      changes: records which pieces lookups begin and cease to find, if there is one.
 
     Attributes:
       has_states: likewise.
@@ -111,19 +115,20 @@ class CheckpointTable:
         *,
         is_found: Callable[[ChunkKey], bool],
         has_states: bool = False,
+        changes: ChangeLog | None = None,
     ) -> None:
         self._slots = slots
         self._is_found = is_found
         self.has_states = has_states
-        self._most_pieces = (*window_chunks, *[1] * has_states)
         self._table: OrderedDict[ChunkKey, Checkpoint] = OrderedDict()
-        self._slot_of: ChunkTable[int] = ChunkTable()  # by piece key
-        self._key_of: dict[int, PieceKey] = {}  # by slot
-        # By slot: the checkpoints that contain it, while they are resident or held, and the save that writes it.
-        self._num_refs: dict[int, int] = {}
-        self._num_states = 0
         self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
-        self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
+        self._pieces = PieceTable(
+            slots,
+            (*window_chunks, *[1] * has_states),
+            has_states=has_states,
+            pending=self._pending,
+            changes=changes,
+        )
         self._held: set[Checkpoint] = set()
         self._unscanned: list[Checkpoint] = []  # by `evict_from`
         self.num_evicted = 0
@@ -139,56 +144,77 @@ class CheckpointTable:
     @property
     def num_window_chunks(self) -> int:
         """Slots that window chunks take."""
-        return len(self._key_of) - self._num_states
+        return len(self._pieces.key_of) - self._pieces.num_states
 
     @property
     def num_states(self) -> int:
         """Slots that states take."""
-        return self._num_states
+        return self._pieces.num_states
 
     def occupied(self) -> set[int]:
         """Slots that pieces take, of either kind. O(their number)."""
-        return set(self._key_of)
+        return set(self._pieces.key_of)
 
     def find(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, bool]:
-        """The last READY checkpoint at a boundary after `first` chunks of a prefix, and after `end` at most.
+        """The last boundary after more than `first` chunks of a prefix, and `end` at most, whose pieces are all READY.
 
         Returns:
-          The checkpoint, None if there is none; its boundary, in chunks; and whether one at a later boundary, or any if
-          none is READY, is being saved.
+          Its checkpoint, None if there is no such boundary; the boundary, in chunks; and whether a checkpoint at a
+          later one, or any if there is none, is being saved. The caller holds the checkpoint before anything changes.
         """
-        table, is_pending = self._table, False
         if end > first:  # nearly always the last one, and keys take time to make
-            checkpoint = self.get(keys[end - 1])
-            if checkpoint is not None and not checkpoint.num_pending:
+            checkpoint = self._table.get(keys[end - 1])
+            if checkpoint is not None and self._is_ready(checkpoint):
                 return checkpoint, end, False
+        found, boundary, pending_at = self._find_saved(keys, first, end)
+        if self._pieces.may_cover:
+            covered = self._pieces.last_covered(keys, boundary, end)
+            if covered > boundary:
+                found, boundary = self._covered(keys, covered), covered
+        return found, boundary, pending_at > boundary
+
+    def _find_saved(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, int]:
+        """The last READY checkpoint that was saved, its boundary, and that of the last one which is being saved."""
+        table, pending_at = self._table, 0
         while table and end > first:
             start = max(first, end - _SCANNED_AT_ONCE)
             if not table.keys().isdisjoint(keys[start:end]):
                 for boundary in range(end, start, -1):
-                    checkpoint = self.get(keys[boundary - 1])
+                    checkpoint = table.get(keys[boundary - 1])
+                    if checkpoint is None:
+                        continue
+                    if self._pieces.are_lost(checkpoint.slots):
+                        checkpoint = self._covered(keys, boundary)
                     if checkpoint is not None and not checkpoint.num_pending:
-                        return checkpoint, boundary, is_pending
-                    is_pending |= checkpoint is not None
+                        return checkpoint, boundary, pending_at
+                    if checkpoint is not None:
+                        pending_at = max(pending_at, boundary)
             end = start
-        return None, first, is_pending
+        return None, first, pending_at
+
+    def _covered(self, keys: Sequence[ChunkKey], end: int) -> Checkpoint | None:
+        """A checkpoint, not resident, of the pieces that are there for a boundary; None unless all are READY."""
+        slots = self._pieces.ready_slots(keys, end)
+        return None if slots is None else Checkpoint(keys[end - 1], array("q", slots), self.num_pieces(end))
+
+    def _is_ready(self, checkpoint: Checkpoint) -> bool:
+        return not checkpoint.num_pending and not self._pieces.are_lost(checkpoint.slots)
 
     def get(self, key: ChunkKey) -> Checkpoint | None:
         """The checkpoint after this chunk, READY or being saved; None if there is none that can become READY."""
         checkpoint = self._table.get(key)
-        if checkpoint is not None and self._lost and not self._lost.isdisjoint(checkpoint.slots):
+        if checkpoint is not None and self._pieces.are_lost(checkpoint.slots):
             self.drop(checkpoint)
             return None
         return checkpoint
 
     def num_pieces(self, end: int) -> tuple[int, ...]:
         """How many pieces a checkpoint after `end` chunks has in each window group, and of states."""
-        return tuple([min(end, most) for most in self._most_pieces])
+        return self._pieces.num_pieces(end)
 
     def has_piece(self, piece: PieceKey) -> bool:
         """Whether a piece is resident, or being saved."""
-        slot = self._slot_of.get(piece)
-        return slot is not None and slot not in self._lost
+        return self._pieces.has(piece)
 
     def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
         """What has to be saved for the checkpoint after `end` chunks of a prefix; as `begin` says."""
@@ -203,7 +229,7 @@ class CheckpointTable:
 
     def pieces_of(self, checkpoint: Checkpoint) -> list[tuple[PieceKey, int]]:
         """The names and the slots of a checkpoint's pieces, while it is resident or held."""
-        return [(self._key_of[slot], slot) for slot in checkpoint.slots]
+        return [(self._pieces.key_of[slot], slot) for slot in checkpoint.slots]
 
     def begin(
         self,
@@ -236,16 +262,15 @@ class CheckpointTable:
         num_states = int(self.has_states and known[-1] is None)
         if len(known) - len(shared) - num_states > max_chunks:
             return None
-        self._ref(shared)  # before others are evicted
+        self._pieces.ref(shared)  # before others are evicted
         try:
             free = take(len(known) - len(shared) - num_states, num_states) if len(shared) < len(known) else []
         except BaseException:  # an eviction policy may be the engine's own
-            self._unref(shared)
+            self._pieces.unref(shared)
             raise
         if len(free) < len(known) - len(shared):
-            self._unref(shared)
+            self._pieces.unref(shared)
             return None
-        self._num_states += num_states
         new = iter(free)
         # 64 bits: states come after as many slots of chunks as the settings allow, however few there is memory for.
         slots = array("q", [next(new) if slot is None else slot for slot in known])
@@ -254,11 +279,8 @@ class CheckpointTable:
         if free:
             pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
             saved = [NewPiece(*pieces[at], slots[at]) for at, slot in enumerate(known) if slot is None]
-            for group, number, slot in saved:
-                name = piece_key(keys[number], group)
-                self._slot_of[name], self._key_of[slot] = slot, name
-                self._pending[slot] = []
-                self._num_refs[slot] = 2  # of the checkpoint, and of the save
+            self._pieces.add([piece_key(keys[number], group) for group, number, _ in saved], free)
+            self._pending |= {slot: [] for slot in free}
         if self._pending:
             for slot in slots:
                 if slot in self._pending:
@@ -277,6 +299,7 @@ class CheckpointTable:
         """
         if quarantine and not success:
             self._slots.quarantine(slots)
+        self._pieces.saved(slots, success=success)
         for slot in slots:
             for checkpoint in self._pending.pop(slot):
                 checkpoint.num_pending -= 1
@@ -285,7 +308,7 @@ class CheckpointTable:
                 else:
                     self._drop_superseded(checkpoint)
                     self._announce(checkpoint)
-        self._unref(slots)
+        self._pieces.unref(slots)
 
     def settle(self, checkpoint: Checkpoint) -> None:
         """It will not be superseded any more: its request has ended, or another has loaded it."""
@@ -322,6 +345,8 @@ class CheckpointTable:
 
     def hold(self, checkpoint: Checkpoint) -> None:
         """A load may read it: its slots keep their contents until `release`, even if it is dropped."""
+        if not checkpoint.num_holds and not self._is_resident(checkpoint):  # `find` has made it
+            self._pieces.ref(checkpoint.slots)
         checkpoint.num_holds += 1
         self._held.add(checkpoint)
 
@@ -332,15 +357,23 @@ class CheckpointTable:
         if not checkpoint.num_holds:
             self._held.remove(checkpoint)
             if not self._is_resident(checkpoint):
-                self._unref(checkpoint.slots)
+                self._pieces.unref(checkpoint.slots)
 
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Lookups find it no more; frees the slots that nothing else needs, once nothing holds it."""
+        """Frees the slots of its pieces that no other checkpoint needs, once nothing holds it."""
         if not self._is_resident(checkpoint):
             return
         del self._table[checkpoint.key]
         if not checkpoint.num_holds:
-            self._unref(checkpoint.slots)
+            self._pieces.unref(checkpoint.slots)
+        elif not self._pieces.may_cover:  # else lookups find its pieces as long as they are there
+            self._pieces.hide(checkpoint.slots[-1])
+
+    def adopt(self, checkpoint: Checkpoint) -> None:
+        """A load uses a checkpoint that `find` has made, and something holds it: it stays, as if it had been saved."""
+        key = checkpoint.key
+        if self._table.get(key) is not checkpoint and self._is_found(key) and self.get(key) is None:
+            self._table[key] = checkpoint
 
     def evict_at(self, keys: Iterable[ChunkKey], *, keeps_memory: bool = True) -> None:
         """Drops the checkpoints after these chunks, which are being evicted.
@@ -375,7 +408,7 @@ class CheckpointTable:
 
     def _in_states(self, slots: range) -> list[Checkpoint]:
         """Resident checkpoints whose state, the last piece, is in these slots. It has the name of their key."""
-        names = [self._key_of[slot] for slot in slots if slot in self._key_of]
+        names = [self._pieces.key_of[slot] for slot in slots if slot in self._pieces.key_of]
         found = [self._table.get(chunk_of(name)) for name in names]
         return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.slots[-1] in slots]
 
@@ -394,13 +427,11 @@ class CheckpointTable:
         return found
 
     def lose(self, first: int, end: int) -> None:
-        """The bytes in slots `first` to `end - 1` are lost. Their checkpoints are dropped when they are next looked up.
+        """The bytes in slots `first` to `end - 1` are lost. Lookups do not find their checkpoints any more.
 
         The saves that write them fail by themselves.
         """
-        used, lost = self._key_of, range(first, end)
-        self._lost.update(slot for slot in (lost if len(lost) <= len(used) else used) if slot in used and slot in lost)
-        self._lost.difference_update(self._pending)
+        self._pieces.lose(first, end)
 
     def clear(self) -> list[Entries]:
         """Drops all. What loads hold or saves write keeps its slots. O(those).
@@ -408,15 +439,9 @@ class CheckpointTable:
         Returns:
           What held the others, for the caller to free incrementally. The caller frees their slots.
         """
-        discarded: list[Entries] = [self._table, *self._slot_of.parts, self._key_of, self._num_refs]
-        key_of = self._key_of
-        self._table, self._slot_of, self._key_of, self._num_refs = OrderedDict(), ChunkTable(), {}, {}
-        for slots in (self._pending, *(checkpoint.slots for checkpoint in self._held)):
-            for slot in slots:
-                self._num_refs[slot] = self._num_refs.get(slot, 0) + 1
-                self._key_of[slot] = key_of[slot]
-        self._num_states = sum(slot >= self._slots.first_state for slot in self._key_of)
-        self._lost.intersection_update(self._key_of)
+        kept = [slot for slots in (self._pending, *(c.slots for c in self._held)) for slot in slots]
+        discarded: list[Entries] = [self._table, *self._pieces.clear(kept)]
+        self._table = OrderedDict()
         self._unscanned = []
         return discarded
 
@@ -431,10 +456,7 @@ class CheckpointTable:
             assert is_state[-1:] == [True] * self.has_states or not self.has_states, "a checkpoint without its state"
             for slot in checkpoint.slots:
                 refs[slot] = refs.get(slot, 0) + 1
-        assert self._num_refs == refs, "a slot is counted wrongly"
-        assert self._key_of.keys() == refs.keys()
-        assert self._num_states == sum(slot >= self._slots.first_state for slot in refs)
-        assert all(self._key_of[self._slot_of[name]] == name for name in self._slot_of)
+        self._pieces.check_invariants(refs)
         assert all(key == checkpoint.key for key, checkpoint in self._table.items())
         pending: dict[Checkpoint, int] = {}
         for checkpoints in self._pending.values():
@@ -450,10 +472,8 @@ class CheckpointTable:
 
     def _evict(self, checkpoint: Checkpoint, *, keeps_memory: bool) -> None:
         self.num_evicted += 1
-        if self.on_evict is not None and keeps_memory and not checkpoint.num_pending:
-            is_lost = bool(self._lost) and not self._lost.isdisjoint(checkpoint.slots)
-            if not is_lost and not checkpoint.rolls:
-                self.on_evict(checkpoint)
+        if self.on_evict is not None and keeps_memory and not checkpoint.rolls and self._is_ready(checkpoint):
+            self.on_evict(checkpoint)
         self.drop(checkpoint)
 
     def _announce(self, checkpoint: Checkpoint) -> None:
@@ -482,34 +502,13 @@ class CheckpointTable:
         self, keys: Sequence[ChunkKey], end: int, num_pieces: tuple[int, ...], before: Checkpoint | None
     ) -> list[int | None]:
         """The slots of the pieces of a boundary that other checkpoints have; None for those to be saved."""
+        is_next = before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before)
+        if before is None or not is_next or self._pieces.are_lost(before.slots):  # they may have been saved anew
+            return self._pieces.known_slots(keys, end)
         known: list[int | None] = []
-        if before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before):
-            first = 0
-            for group, (num, num_before) in enumerate(zip(num_pieces, before.num_pieces, strict=True)):
-                known += before.slots[first + num_before + 1 - num : first + num_before] if num else []
-                known += [self._slot_of.get(piece_key(keys[end - 1], group))] if num else []
-                first += num_before
-        else:
-            for group, num in enumerate(num_pieces):
-                known += [self._slot_of.get(piece_key(keys[i], group)) for i in range(end - num, end)]
-        return [None if slot in self._lost else slot for slot in known] if self._lost else known
-
-    def _ref(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self._num_refs[slot] += 1
-
-    def _unref(self, slots: Iterable[int]) -> None:
-        """Removes one reference of each slot, and frees those that have none left."""
-        freed: list[int] = []
-        num_refs = self._num_refs
-        for slot in slots:
-            num_refs[slot] -= 1
-            if not num_refs[slot]:
-                del num_refs[slot]
-                self._num_states -= slot >= self._slots.first_state
-                name = self._key_of.pop(slot)
-                if self._slot_of.get(name) == slot:
-                    del self._slot_of[name]
-                self._lost.discard(slot)
-                freed.append(slot)
-        self._slots.free_first(freed)
+        first = 0
+        for group, (num, num_before) in enumerate(zip(num_pieces, before.num_pieces, strict=True)):
+            known += before.slots[first + num_before + 1 - num : first + num_before] if num else []
+            known += [self._pieces.last_slot(keys[end - 1], group)] if num else []
+            first += num_before
+        return self._pieces.without_lost(known)

@@ -74,6 +74,7 @@ class ChunkIndex:
             window_chunks,
             is_found=lambda key: self.state(key) is ChunkState.READY,
             has_states=first_state is not None,
+            changes=self._changes,
         )
         self._balance = balance
         self._ages = UseAges(functools.partial(balance.note_evicted, Pool.CHUNKS)) if balance is not None else None
@@ -145,6 +146,11 @@ class ChunkIndex:
     def num_evicted_checkpoints(self) -> int:
         """Checkpoints evicted so far, by themselves or with their prefix."""
         return self._checkpoints.num_evicted
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` has something to return."""
+        return bool(self._changes)
 
     @property
     def has_lost_slots(self) -> bool:
@@ -427,6 +433,7 @@ class ChunkIndex:
     def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
         """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
         checkpoint.was_loaded = True
+        self._checkpoints.adopt(checkpoint)
         self._checkpoints.settle(checkpoint)
         self.touch_checkpoint(checkpoint)
         self._count_used(0, num_chunks)
@@ -505,13 +512,13 @@ class ChunkIndex:
             self.sweep()
         return self._invalidate_lost() if self._lost_slots else []
 
-    def take_changes(self, max_chunks: int | None = None) -> list[Changes]:
-        """What lookups began (True) and ceased to find since the last call, in order.
+    def take_changes(self, max_keys: int | None = None) -> list[Changes]:
+        """What lookups began and ceased to find since the last call, in order.
 
         Args:
-          max_chunks: the next call returns the rest, if there are more.
+          max_keys: how many chunks and pieces; the next call returns the rest, if there are more.
         """
-        return [] if self._changes is None else self._changes.take(max_chunks)
+        return [] if self._changes is None else self._changes.take(max_keys)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless tree, states, slots and policy agree. O(chunks + slots)."""

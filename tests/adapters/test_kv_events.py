@@ -1,0 +1,97 @@
+"""vLLM's KV events with several KV cache groups: a router that follows them knows what the host tier can give."""
+
+import pytest
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from tests.adapters.hashed_model import BLOCK_SIZE
+from tests.adapters.kv_router import KVRouter
+from tests.adapters.llm_client import ours
+from tests.adapters.scheduler_stack import Stack, hold_saves, prompt
+from tests.adapters.test_checkpoints import EMPTY_HBM, PROMPTS
+from tests.adapters.test_hybrid_models import BLOCK, MANY_BLOCKS, WINDOW, answers, num_cached
+from tpu_offload import TierEvent, TierEventKind
+from tpu_offload.adapters.vllm.kv_events import EventGroup, event_groups, to_kv_events
+from tpu_offload.types import BlockHash
+
+pytestmark = pytest.mark.vllm
+
+EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+SPECS = {
+    "gemma3": {0: ("sliding_window", WINDOW), 1: ("sliding_window", WINDOW), 2: ("full_attention", None)},
+    "qwen3.5": {0: ("mamba", None), 1: ("mamba", None), 2: ("mamba", None), 3: ("full_attention", None)},
+}
+
+
+@pytest.mark.parametrize(("model", "num_chunks"), [("gemma3", 40), ("qwen3.5", 36), ("gemma3", 400)])
+def test_a_router_knows_what_is_loaded(process, model, num_chunks):
+    """By the events before a prompt comes, as many tokens can be loaded as it then does not compute."""
+    prompts = [*PROMPTS, PROMPTS[0][:100], PROMPTS[1], PROMPTS[2][:60], PROMPTS[0]]
+    steps = [step for one in prompts for step in ({"do": "generate", "prompts": [one]}, *EMPTY_HBM, {"do": "events"})]
+    outcome = process.run(
+        {
+            "model": model,
+            "engine": MANY_BLOCKS | EVENTS,
+            "connector": ours(num_cpu_chunks=num_chunks),
+            "steps": [{"do": "record_events"}, *steps],
+        }
+    )
+    assert outcome["error"] is None
+    taken, router, named = 0, KVRouter(), [0]
+    for one, events in zip(prompts[1:], outcome["steps"][4::4], strict=False):
+        router.take_json(events[taken:], cleared=False)  # HBM is emptied, the host tier is not
+        taken = len(events)
+        named.append(router.num_host_tokens(router.hashes_of(one), len(one), block_size=BLOCK))
+    assert named == num_cached(outcome)
+    assert sum(named) > 3 * BLOCK
+    assert router.groups == SPECS[model]
+    assert bool(router.num_removed) == (num_chunks < 100)
+    assert len(answers(outcome)) == len(prompts)
+
+
+def test_a_state_is_stored_once_it_is_saved_and_in_each_group():
+    stack = Stack(num_blocks=24, events=True, num_staging_blocks=16, num_cpu_chunks=40, num_rows=14)
+    batches: list[KVEventBatch] = []
+    stack.scheduler.kv_event_publisher.publish = batches.append
+    stack.serve("first", prompt(4))  # so that the host tier is there
+    release = hold_saves(stack)
+    request = stack.add("a", prompt(3 * BLOCK_SIZE + 1))
+    for _ in range(6):
+        stack.step()
+    events = [event for batch in batches for event in batch.events if getattr(event, "medium", None) == MEDIUM_CPU]
+    assert events == [], "a copy that has not ended"
+    del batches[:]
+    release.clear()
+    stack.drain()
+    stored = [e for batch in batches for e in batch.events if isinstance(e, BlockStored) and e.medium == MEDIUM_CPU]
+    hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[:3]]
+    by_group = {group: [h for e in stored if e.group_idx == group for h in e.block_hashes] for group in range(3)}
+    assert by_group == {0: hashes[2:], 1: hashes[2:], 2: hashes}
+    assert {(e.group_idx, e.kv_cache_spec_kind) for e in stored} == {
+        (0, "mamba"),
+        (1, "mamba"),
+        (2, "full_attention"),
+    }
+    stack.check_end()
+
+
+def test_events_have_the_numbers_of_vllm():
+    stack = Stack(num_blocks=24, num_rows=14)
+    groups = event_groups(stack.kv_config)
+    states = (EventGroup(0, "mamba", None), EventGroup(1, "mamba", None))
+    assert groups == ((EventGroup(2, "full_attention", None),), states)
+    removed = TierEvent(kind=TierEventKind.REMOVED, block_hashes=(BlockHash(b"x" * 32),), group_id=1)
+    found = list(to_kv_events([removed], groups, block_size=BLOCK_SIZE))
+    assert all(isinstance(event, BlockRemoved) for event in found)
+    assert [event.group_idx for event in found] == [0, 1]
+
+
+def test_one_group_is_number_0_as_in_vllms_own_events():
+    stack = Stack(num_blocks=24, events=True, num_staging_blocks=16, num_cpu_chunks=40)
+    batches: list[KVEventBatch] = []
+    stack.scheduler.kv_event_publisher.publish = batches.append
+    stack.serve("a", prompt(3 * BLOCK_SIZE))
+    stack.serve("b", prompt(3 * BLOCK_SIZE, seed=1))
+    stored = [e for batch in batches for e in batch.events if isinstance(e, BlockStored)]
+    specs = {(e.medium, e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored}
+    assert specs == {("GPU", 0, "full_attention", None), ("CPU", 0, "full_attention", None)}
