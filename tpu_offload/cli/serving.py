@@ -64,7 +64,7 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
             "--model",
             click.Choice(list(MODELS)),
             None,
-            "model: full attention, or in three of four layers windows of 64 tokens (hybrid), states (state) or both (mixed)",
+            "model: full attention, or in 3 of 4 layers windows of 64 tokens (hybrid), states (state), or both (mixed)",
             default="full",
         ),
         option("--kv-dtype", str, "NAME", f"model: type of the KV cache ({_KV_DTYPE})", default=_KV_DTYPE),
