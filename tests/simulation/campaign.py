@@ -30,12 +30,15 @@ class Outcome:
     violations: dict[int, str]
 
 
-def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
-    """Runs seeds sequentially."""
+def run_seeds(seeds: Sequence[int], num_steps: int, *, several_groups: bool = False) -> Outcome:
+    """Runs seeds sequentially; with `several_groups` only those that draw windows or states."""
     totals: Counter[str] = Counter()
     violations = {}
     for seed in seeds:
         setup, actions = generate(seed, num_steps)
+        if several_groups and not setup.windows and not setup.num_rows:
+            continue
+        totals["runs"] += 1
         world = World(setup)
         totals["runs with windows"] += bool(setup.windows)
         totals["runs with states"] += setup.num_rows > 0
@@ -51,14 +54,15 @@ def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
     return Outcome(len(seeds), totals, violations)
 
 
-def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Generator[Outcome]:
+def run_campaign(
+    first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int, several_groups: bool = False
+) -> Generator[Outcome]:
     """Runs seeds in several processes; yields outcomes of a few seeds at a time. Closing it ends the processes."""
     end = first_seed + num_seeds
     firsts = range(first_seed, end, _BATCH)
-    batches = [(range(first, min(first + _BATCH, end)), num_steps) for first in firsts]
+    batches = [(range(first, min(first + _BATCH, end)), num_steps, several_groups) for first in firsts]
     if num_jobs == 1:
-        for batch in batches:
-            yield run_seeds(*batch)
+        yield from map(_run_batch, batches)
         return
     # Not fork: jax, which tpu_offload.worker imports, starts threads.
     with multiprocessing.get_context("spawn").Pool(num_jobs, _ignore_interrupt) as pool:
@@ -83,8 +87,9 @@ def summary(outcome: Outcome, *, seconds: float) -> str:
     t = outcome.totals
     faults = ", ".join(f"{kind} {t[f'fault: {kind}']}" for kind in RATES if t[f"fault: {kind}"])
     return (
-        f"{outcome.num_seeds} seeds, {t['steps']} steps ({t['steps'] / max(seconds, 1e-9):.0f} a second), "
-        f"{t['requests']} requests, {t['load jobs']} loads ({t['loads used in part']} used in part), "
+        f"{outcome.num_seeds} seeds, {t['runs']} runs, "
+        f"{t['steps']} steps ({t['steps'] / max(seconds, 1e-9):.0f} a second), {t['requests']} requests, "
+        f"{t['load jobs']} loads ({t['loads used in part']} used in part), "
         f"{t['save jobs']} saves, {t['num_evicted_chunks']} evictions, {t['swap-outs']} swaps out, "
         f"{t['swap-ins']} in, {t['num_lost_swaps']} lost; {t['runs with windows']} runs with windows, "
         f"{t['runs with states']} with states, {t['blocks loaded in windows']} blocks of windows and "
@@ -98,8 +103,9 @@ def summary(outcome: Outcome, *, seconds: float) -> str:
     )
 
 
-def _run_batch(batch: tuple[range, int]) -> Outcome:
-    return run_seeds(*batch)
+def _run_batch(batch: tuple[range, int, bool]) -> Outcome:
+    seeds, num_steps, several_groups = batch
+    return run_seeds(seeds, num_steps, several_groups=several_groups)
 
 
 def _ignore_interrupt() -> None:

@@ -17,16 +17,33 @@ _MAX_SHOWN = 3  # number of violations that are shrunk; one of each kind
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.command(cls=Command, exclusive=[("seeds", "seed", "replay"), ("first_seed", "seed"), ("first_seed", "replay")])
+_EXCLUSIVE = [
+    ("seeds", "seed", "replay"),
+    ("first_seed", "seed"),
+    ("first_seed", "replay"),
+    ("several_groups", "seed"),
+    ("several_groups", "replay"),
+]
+
+
+@click.command(cls=Command, exclusive=_EXCLUSIVE)
 @number("--seeds", "number of runs (200)", default=200)
 @number("--seed", "run this seed and print every event", low=0, high=2**63)
 @option("--replay", input_file, "FILE", "run a saved trace and print every event")
 @number("--first-seed", "seed of the first run (0)", low=0, high=2**63, default=0)
 @number("--steps", f"steps with faults in each run ({campaign.DEFAULT_STEPS})", default=campaign.DEFAULT_STEPS)
 @number("--jobs", "processes (one per core)", high=1024, default=os.cpu_count() or 1)
+@click.option("--groups", "several_groups", is_flag=True, help="skip the seeds whose model has only full attention")
 @option("--save", _DIRECTORY, "DIR", "where to save the traces of violations (.)", default=Path())
 def _command(
-    seeds: int, seed: int | None, replay: Path | None, first_seed: int, steps: int, jobs: int, save: Path
+    seeds: int,
+    seed: int | None,
+    replay: Path | None,
+    first_seed: int,
+    steps: int,
+    jobs: int,
+    several_groups: bool,
+    save: Path,
 ) -> int:
     """Runs the scheduler in random simulations with faults of every kind, and checks every byte.
 
@@ -36,7 +53,13 @@ def _command(
         return _replay(*_load(replay))
     if seed is not None:
         return _replay_seed(seed, steps, save)
-    return _campaign(range(first_seed, first_seed + seeds), steps, num_jobs=min(jobs, seeds), save=save)
+    return _campaign(
+        range(first_seed, first_seed + seeds),
+        steps,
+        num_jobs=min(jobs, seeds),
+        several_groups=several_groups,
+        save=save,
+    )
 
 
 def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
@@ -46,12 +69,12 @@ def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
         raise InputError(str(e)) from e
 
 
-def _campaign(seeds: range, num_steps: int, *, num_jobs: int, save: Path) -> int:
+def _campaign(seeds: range, num_steps: int, *, num_jobs: int, several_groups: bool, save: Path) -> int:
     """Runs the seeds; prints a line of totals at the end, also on an interrupt."""
     start_s = time.monotonic()
     outcomes: list[campaign.Outcome] = []
     interrupted = False
-    running = campaign.run_campaign(seeds[0], len(seeds), num_steps, num_jobs=num_jobs)
+    running = campaign.run_campaign(seeds[0], len(seeds), num_steps, num_jobs=num_jobs, several_groups=several_groups)
     try:
         with progress(len(seeds), what="seeds") as start:
             on_finish = start("seeds")

@@ -81,3 +81,9 @@ def test_a_seed_gives_the_same_run_in_every_process():
         for hash_seed in (1, 2)
     }
     assert len(runs) == 1
+
+
+def test_runs_with_one_group_are_left_out_on_request():
+    outcome = run_seeds(range(20), 20, several_groups=True)
+    assert 0 < outcome.totals["runs"] < outcome.num_seeds == 20
+    assert outcome.totals["runs"] <= outcome.totals["runs with windows"] + outcome.totals["runs with states"]
