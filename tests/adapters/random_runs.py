@@ -95,7 +95,8 @@ class RandomRun:
         self.windows = random_windows(rng) if mode.has_windows else (0,)
         self.num_groups = len(self.windows)  # that share the blocks
         paths = rng.choice(["direct", "direct", "staged"])
-        self.fault_rate = rng.choice([0.0, 0.0, 0.1])
+        # There are fewer loads with several groups, so more of them have to fail.
+        self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3] if mode.has_groups else [0.0, 0.0, 0.1])
         self.stack = Stack(
             num_blocks=self._num_blocks(),
             num_workers=1 if mode.has_stages else rng.choice([1, 1, 2]),
@@ -116,6 +117,7 @@ class RandomRun:
             sync_load=mode.sync_load,
             max_load_gb_per_step=rng.choice([1.0, 1.0, 2.5 * BLOCK_NBYTES / 2**30]),
             save_wait_s=rng.choice([0.0, 0.5]),
+            breaker_failures=rng.choice([5, 1000]),
             eviction_policy=rng.choice(["lru", "lru", "density", "arc"]),
             windows=self.windows,
             mixed_heads=mode.mixed_heads,
@@ -181,7 +183,7 @@ class RandomRun:
             if rng.random() < 0.4:
                 self.arrive()
             self.abort()
-            if rng.random() < 0.02:
+            if rng.random() < 0.03:
                 self.reset()
             stack.step()
             stack.side.check_invariants()
@@ -223,5 +225,5 @@ class RandomRun:
             self.stack.scheduler.reset_connector_cache()
         else:
             running = self.rng.random() < 0.5 and not self.stack.in_flight
-            both = self.rng.random() < 0.5
+            both = self.rng.random() < 0.3
             self.stack.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=both)
