@@ -57,6 +57,14 @@ def delay(worker, rng: random.Random, rate: float) -> None:
         return real(wait=wait)
 
     worker.poll = poll
+    for group in tier_groups(worker):
+
+        def end(flight, end_now=group.end):
+            # One save ends after another of the same step: of a checkpoint, say, and of the chunks before it.
+            if flight.direction is Direction.LOAD or rng.random() >= rate:
+                end_now(flight)
+
+        group.end = end
 
 
 def count_jobs(worker, groups: list[str], counts: Counter[str]) -> None:
@@ -94,7 +102,7 @@ class RandomRun:
         self.mode = mode = MODES[mode_name]
         self.windows = random_windows(rng) if mode.has_windows else (0,)
         self.num_groups = len(self.windows)  # that share the blocks
-        paths = rng.choice(["direct", "direct", "staged"])
+        paths = rng.choice(["direct", "staged"] if mode.has_groups else ["direct", "direct", "staged"])
         # There are fewer loads with several groups, so more of them have to fail.
         self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3] if mode.has_groups else [0.0, 0.0, 0.1])
         self.stack = Stack(
@@ -187,7 +195,7 @@ class RandomRun:
                 self.reset()
             stack.step()
             stack.side.check_invariants()
-        stack.drain()
+        stack.drain(max_steps=400 + 4 * num_steps)
         if any(request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()):
             assert stack.config.kv_transfer_config.kv_load_failure_policy == "fail"
         stack.check_end()

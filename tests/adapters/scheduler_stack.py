@@ -215,7 +215,8 @@ class Stack:
             if not self.scheduler.has_requests() and not self.in_flight:
                 return
             self.step()
-        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
+        waiting = {i: (r.status.name, r.num_computed_tokens, r.num_tokens) for i, r in self.scheduler.requests.items()}
+        raise AssertionError(f"not finished after {max_steps} steps: {waiting}")
 
     def serve(self, request_id: str, prompt, **kwargs) -> Request:
         request = self.add(request_id, prompt, **kwargs)
