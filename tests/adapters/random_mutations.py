@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=40, help="maximum number of seeds for each, in each mode")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--only", default="", help="only bugs whose name contains this")
+    parser.add_argument("--only", action="append", help="only bugs whose name contains this, or one of these")
     args = parser.parse_args()
-    mutations = [mutation for mutation in MUTATIONS if args.only in mutation.name]
+    mutations = [mutation for mutation in MUTATIONS if any(name in mutation.name for name in args.only or [""])]
     for found in run_all(mutations, args.seeds, args.steps, modes=args.modes.split(",")):
         print(json.dumps(found), flush=True)
 
