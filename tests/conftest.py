@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.kept_programs import KeptPrograms
+from tests.kept_programs import KeptPrograms, compiled_once_each
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # By CPU time, those that take more than ten seconds.
@@ -158,16 +158,5 @@ def compiles():
 @pytest.fixture(scope="module")
 def compiled_once():
     """What a module's workers compile is compiled once for each layout."""
-    from tpu_offload.kernels.programs import Program
-
-    real, compiled = Program.compile, {}
-
-    def compile_once(program):
-        key = program.name, repr(program.args)
-        if key not in compiled:
-            compiled[key] = real(program)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "compile", compile_once)
+    with compiled_once_each():
         yield

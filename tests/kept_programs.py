@@ -12,7 +12,11 @@ import platform
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 _MAX_FILES = 5000  # about 50 MB
 _WRITTEN_S = 1.0  # a file that has not changed for so long is whole
@@ -72,3 +76,21 @@ def _processor() -> str:
         found = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         flags = found.group() if found else ""
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def compiled_once_each() -> Iterator[None]:
+    """What workers of this process compile meanwhile is compiled once for each layout."""
+    from tpu_offload.kernels.programs import Program
+
+    real, compiled = Program.compile, dict[tuple[str, str], Any]()
+
+    def compile_once(program: Program) -> Any:
+        key = program.name, repr(program.args)
+        if key not in compiled:
+            compiled[key] = real(program)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "compile", compile_once)
+        yield

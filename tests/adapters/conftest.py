@@ -1,22 +1,17 @@
 """These tests need vLLM, and are not collected without it; `scripts/test-vllm` runs them."""
 
 import json
-import os
 
 import pytest
 
+from tests.adapters.cpu_environment import set_environment
 from tests.adapters.llm_client import Process
 from tests.conftest import HAS_VLLM
 from tests.kept_programs import KeptPrograms
 
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
 
-# Set before vLLM is imported: its scheduler runs in this process, without a device.
-os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+set_environment()
 
 
 class KeptVLLM:

@@ -3,6 +3,7 @@
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +17,17 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
-from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, NUM_STATES, STATE_SHAPES
+from tests.adapters.hashed_model import BLOCK_SIZE, HEAD_SIZES, NUM_LAYERS, NUM_STATES, STATE_SHAPES
 
 EOS = 2
 
@@ -91,11 +100,36 @@ def make_config(
     return config
 
 
-def kv_cache_config(num_blocks: int, *, num_rows: int = 0, retention_interval: int | None = None) -> KVCacheConfig:
-    """Of a model with full attention and, if there are rows for states, two groups of these before it."""
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    groups = [KVCacheGroupSpec([f"layer{i}" for i in range(NUM_LAYERS)], spec)]
-    config = KVCacheConfig(
+@functools.cache
+def _any_config() -> VllmConfig:
+    return make_config(num_blocks=1)
+
+
+def kv_cache_config(
+    num_blocks: int,
+    *,
+    windows: Sequence[int] = (0,),
+    mixed_heads: bool = False,
+    num_rows: int = 0,
+    retention_interval: int | None = None,
+) -> KVCacheConfig:
+    """The KV cache groups that vLLM makes of the layers of a model.
+
+    Args:
+      num_blocks: of all groups of attention together, which share their arrays.
+      windows: of consecutive layers, which repeat: 0 for full attention, else the sliding window in tokens.
+      mixed_heads: layers differ in their head size.
+      num_rows: for states; if there are any, two groups of these come before full attention.
+      retention_interval: see `Stack`.
+    """
+    pattern = tuple(windows) * NUM_LAYERS
+    layers: dict[str, KVCacheSpec] = {}
+    for i, window in enumerate(pattern):
+        head_size = HEAD_SIZES[i % len(HEAD_SIZES) if mixed_heads else 0]
+        spec = functools.partial(SlidingWindowSpec, sliding_window=window) if window else FullAttentionSpec
+        layers[f"layer{i}"] = spec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=head_size, dtype=torch.float32)
+    groups = get_kv_cache_groups(_any_config(), layers)
+    result = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=groups,
@@ -106,5 +140,5 @@ def kv_cache_config(num_blocks: int, *, num_rows: int = 0, retention_interval: i
             block_size=BLOCK_SIZE, shapes=STATE_SHAPES, dtypes=(torch.int8, torch.int8), mamba_cache_mode="align"
         )
         groups[:0] = [KVCacheGroupSpec([f"state{i}"], of_states) for i in range(NUM_STATES)]
-        config.mamba_num_blocks = num_rows
-    return config
+        result.mamba_num_blocks = num_rows
+    return result

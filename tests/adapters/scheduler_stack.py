@@ -7,8 +7,7 @@ checks every byte that attention would read.
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -30,7 +33,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.adapters.engine_config import EOS, kv_cache_config, make_config
-from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
+from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix
+from tests.adapters.hashed_passes import Passes
+from tests.adapters.hashed_runner import Runner
 from tests.inside import tier_group, tier_groups
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
@@ -47,8 +52,12 @@ class Stack:
       num_workers: each has all layers, with contents of its own.
       num_stages: of a pipeline. Every second one has fewer layers, and there are as many workers.
       guess: for speculative decoding, returns whether the next draft is right.
-      num_rows: for states; without any, the model has full attention only.
-      retention_interval: at which boundaries vLLM keeps states, see its `prefix_cache_retention_interval`.
+      windows: of consecutive layers, which repeat: 0 for full attention, else the sliding window in tokens. Each is a
+        KV cache group of its own.
+      mixed_heads: half of the layers have wider pages, in the one group of full attention.
+      num_rows: for states; without any, the model has none.
+      retention_interval: at which boundaries vLLM keeps states and windows in its prefix cache, see its
+        `prefix_cache_retention_interval`.
     """
 
     def __init__(
@@ -58,13 +67,21 @@ class Stack:
         num_workers: int = 1,
         num_stages: int = 1,
         guess=lambda: True,
+        windows: Sequence[int] = (0,),
+        mixed_heads: bool = False,
         num_rows: int = 0,
         retention_interval: int | None = None,
         **kwargs,
     ) -> None:
         init_none_hash(sha256)
         self.config = make_config(num_blocks=num_blocks, num_rows=num_rows, num_stages=num_stages, **kwargs)
-        self.kv_config = kv_cache_config(num_blocks, num_rows=num_rows, retention_interval=retention_interval)
+        self.kv_config = kv_cache_config(
+            num_blocks,
+            windows=windows,
+            mixed_heads=mixed_heads,
+            num_rows=num_rows,
+            retention_interval=retention_interval,
+        )
         self.num_rows = num_rows
         self.num_blocks = num_blocks
         self.is_async = kwargs.get("async_scheduling", False)
@@ -79,7 +96,7 @@ class Stack:
                 patch.setattr("vllm.v1.core.kv_cache_manager.get_kv_cache_coordinator", make)
             self.scheduler = (AsyncScheduler if self.is_async else Scheduler)(
                 vllm_config=self.config,
-                kv_cache_config=self.kv_config,
+                kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config]),
                 log_stats=True,
                 structured_output_manager=StructuredOutputManager(self.config),
                 block_size=BLOCK_SIZE,
@@ -114,11 +131,7 @@ class Stack:
         self.errors: set[str] = set()
         self.in_flight: list[Any] = []
         self.num_steps = 0
-        self.num_wrong = 0
-        # Of the steps that began before the last report arrived: requests that were wrong, and invalid blocks.
-        self._wrong_before: deque[set[str]] = deque(maxlen=self.num_ahead)
-        self._invalid_before: deque[set[int]] = deque(maxlen=self.num_ahead)
-        self._ends_before: dict[str, int] = {}
+        self.passes = Passes(self.runners, self.requests, num_ahead=self.num_ahead, is_async=self.is_async)
         self.events: list[Any] = []
         self.tamper = lambda outputs: outputs
         self.meanwhile: Callable[[], object] = lambda: None  # called while the step runs
@@ -168,8 +181,12 @@ class Stack:
 
     def sequence(self, request_id: str) -> Prefix:
         """The tokens of the request, and those that the model would generate."""
-        prompt = tuple(self.requests[request_id].prompt_token_ids)
-        return continued(prompt, len(prompt) + 64)
+        return self.passes.sequence(request_id)
+
+    @property
+    def num_wrong(self) -> int:
+        """How many requests, summed over the steps, were computed on blocks that were reported as invalid."""
+        return self.passes.num_wrong
 
     def step(self) -> None:
         """One step. With async scheduling or stages, schedules a step and ends an earlier one."""
@@ -198,7 +215,8 @@ class Stack:
             if not self.scheduler.has_requests() and not self.in_flight:
                 return
             self.step()
-        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
+        waiting = {i: (r.status.name, r.num_computed_tokens, r.num_tokens) for i, r in self.scheduler.requests.items()}
+        raise AssertionError(f"not finished after {max_steps} steps: {waiting}")
 
     def serve(self, request_id: str, prompt, **kwargs) -> Request:
         request = self.add(request_id, prompt, **kwargs)
@@ -259,8 +277,8 @@ class Stack:
                 runner.update_tables(output)
             # Failed synchronous loads are known when the pass begins.
             invalid = set().union(*(connector.worker_side._invalid_block_ids for connector in self.connectors))
-            sampled = self._forward(output, invalid)
-        self._invalid_before.append(set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs)))
+            sampled = self.passes.run(output, invalid)
+        self.passes.report(set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs)))
         results = [
             ModelRunnerOutput(
                 req_ids=ids,
@@ -278,87 +296,6 @@ class Stack:
                 runner.execute_model(kv_output)
                 results[i] = runner.sample_tokens(results[i])
         return self.aggregator.aggregate(self.tamper(results), output_rank=len(results) - 1)
-
-    def _forward(self, output, invalid: set[int]) -> dict[str, list[int]]:
-        """The pass on all workers. A request that reads wrong KV computes wrong KV and samples wrong tokens.
-
-        This is allowed only for requests that compute on blocks reported as invalid with this step, and in the next
-        steps that were scheduled before the report arrived.
-        """
-        num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._check_positions(output, num_computed)
-        may_be_wrong = {
-            request_id
-            for request_id in output.num_scheduled_tokens
-            if self._holds(request_id, set().union(invalid, *self._invalid_before))
-            or any(request_id in wrong for wrong in self._wrong_before)
-        }
-        inputs = {}
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            drafts = [max(draft, 0) for draft in drafts]  # -1 is padding; no valid token is 0
-            end = num_computed[request_id] + num_scheduled
-            tokens = self.sequence(request_id).tokens[: end - len(drafts)]
-            inputs[request_id] = Prefix(tokens + drafts), len(drafts)
-        # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
-        # share blocks with another of the same pass.
-        if self.num_rows:  # vLLM has no request continue from the state of another one of the same pass
-            for runner in self.runners:
-                for request_id in inputs:
-                    known = self.sequence(request_id), num_computed[request_id]
-                    assert runner.check_state(request_id, *known), f"{request_id} reads a state that is not its own"
-                runner.write_states({name: prefix for name, (prefix, _) in inputs.items()})
-        wrong: set[str] = set()
-        while True:
-            for runner in self.runners:
-                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, wrong)
-            now_wrong = {
-                request_id
-                for request_id in output.num_scheduled_tokens
-                if request_id not in wrong
-                and not all(
-                    runner.check(request_id, self.sequence(request_id), num_computed[request_id])
-                    for runner in self.runners
-                )
-            }
-            assert now_wrong <= may_be_wrong, f"{now_wrong - may_be_wrong} read KV that is not their own"
-            if not now_wrong:
-                break
-            wrong |= now_wrong
-        self.num_wrong += len(wrong)
-        self._wrong_before.append(wrong)
-        return {
-            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in wrong)
-            for request_id in output.num_scheduled_tokens
-        }
-
-    def _check_positions(self, output, num_computed: dict[str, int]) -> None:
-        """Checks positions: tpu-inference appends the previous step's token to each request that is in both steps."""
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
-        for request_id, end in self._ends_before.items():
-            assert not self.is_async or request_id in resumed or num_computed.get(request_id, end) == end, request_id
-        self._ends_before = {
-            request_id: num_computed[request_id] + num_scheduled
-            for request_id, num_scheduled in output.num_scheduled_tokens.items()
-        }
-
-    def _holds(self, request_id: str, block_ids: set[int]) -> bool:
-        return any(not block_ids.isdisjoint(runner.tables[request_id]) for runner in self.runners)
-
-    def _sample(self, request_id: str, prefix: Prefix, num_drafts: int, *, wrong: bool) -> list[int]:
-        if self.requests[request_id].is_prefill_chunk:
-            return []
-        first = len(prefix.tokens) - num_drafts
-        if wrong:
-            return [VOCABULARY + 3]  # occurs in no sequence
-        tokens = [next_token(prefix.digests[first - 1])]
-        for i, draft in enumerate(prefix.tokens[first:]):
-            if draft != tokens[-1]:
-                break
-            tokens.append(next_token(prefix.digests[first + i]))
-        return tokens
 
     def _propose(self, output) -> None:
         speculative = self.config.speculative_config
@@ -401,7 +338,7 @@ def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
 
 # Setups that many tests share.
 
-SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
+SMALL: dict[str, Any] = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
 
 
 def make_stack(**kwargs) -> Stack:

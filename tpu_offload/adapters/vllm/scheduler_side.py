@@ -143,6 +143,7 @@ class SchedulerSide:
         self._background_first_hash: dict[str, BlockHash] = {}
         # Requests that waited for a load that has failed, until they are admitted again.
         self._failed_loads: set[str] = set()
+        self._to_requeue: set[str] = set()  # those of them that vLLM still has among the requests that hold blocks
         self._computed_on_invalid = False
         self._matched: set[str] = set()  # matched in this pass
         self._admitted: set[str] = set()  # admitted in this pass
@@ -199,6 +200,12 @@ class SchedulerSide:
         limits = self._limits[request_id]
         if self._awaits_stored_chunks:
             return None, False
+        if request_id in self._to_requeue:
+            # It has lost its blocks, and vLLM looks at no request behind it until it fits. That is never if those hold
+            # what it needs, which is more than vLLM has reserved: to compute a prompt takes more blocks of windows than
+            # to load it. One that has to ask again is queued behind all that hold blocks.
+            self._to_requeue.discard(request_id)
+            return None, False
         if self._offload is None or request_id in self._failed_loads:
             # A request that is to wait for a load has to fit into HBM beside what vLLM has reserved for all that have
             # waited for one. That includes its own blocks, which it has lost, so it could be stuck for ever.
@@ -252,6 +259,7 @@ class SchedulerSide:
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
         self._failed_loads.discard(request_id)
+        self._to_requeue.discard(request_id)
         if self._offload is not None:
             self._offload.admit(request_id, self._ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
         if self._has_ranks and num_loaded_tokens:
@@ -408,6 +416,8 @@ class SchedulerSide:
             entry = self._active.get(request_id)
             if entry is not None and entry.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._failed_loads.add(request_id)
+                if len(self._group_order) > 1:  # with one, vLLM has reserved all that it needs
+                    self._to_requeue.add(request_id)
 
     def _reoffer(self, request_id: str) -> None:
         """Withdraws what a request has offered to save; it is offered again as the request recomputes it.
@@ -426,6 +436,7 @@ class SchedulerSide:
         self._deactivate(request_id)
         self._promised.discard(request_id)
         self._failed_loads.discard(request_id)
+        self._to_requeue.discard(request_id)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._end_background_load(request_id)
