@@ -265,7 +265,8 @@ class World:
         self.balance.is_even = True
         first_step, least = self.num_steps, min(worker.segments.capacity for worker in self.workers)
         while (
-            sum(moves._limits) != least
+            moves._goal != moves._limits  # a move that the rule has begun, or one to even them
+            or sum(moves._limits) != least
             or abs(moves._limits[0] - moves._limits[1]) > 1
             or min(model.num_ready.values()) < moves._limits[0] * self.setup.segment_slots
             or min(model.num_states_ready.values()) < moves._limits[1] * self.setup.segment_slots
