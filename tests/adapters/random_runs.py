@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
@@ -138,7 +139,17 @@ class RandomRun:
         self.router = KVRouter() if seed % 2 == 0 else None
         self.published: list[Any] = []
         publisher = self.stack.scheduler.kv_event_publisher
-        publisher.publish = lambda batch: self.published.extend(batch.events)
+        publisher.publish = lambda batch: self.published.extend(filter(self._is_of_host, batch.events))
+        # vLLM publishes the same event, without a medium, when HBM alone is reset.
+        self.cleared: list[AllBlocksCleared] = []
+        take_events = self.stack.side.take_events
+
+        def take() -> list[Any]:
+            events = list(take_events())
+            self.cleared += [event for event in events if isinstance(event, AllBlocksCleared)]
+            return events
+
+        self.stack.side.take_events = take
         # With several groups, lost caches end the engine.
         loss_rate = 0.0 if mode.has_groups else rng.choice([0.0, 0.0, 0.1])
         self.faults = Faults(self.stack, rng, self.fault_rate, loss_rate)
@@ -149,6 +160,10 @@ class RandomRun:
             delay(worker, rng, rate)
         count_jobs(self.stack.workers[0], groups, self.counts)
         self.num_added = 0
+
+    def _is_of_host(self, event: Any) -> bool:
+        """Whether an event tells of the host tier, or of what HBM has."""
+        return not isinstance(event, AllBlocksCleared) or any(event is own for own in self.cleared)
 
     def _num_blocks(self) -> int:
         if self.mode.has_windows:
