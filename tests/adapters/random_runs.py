@@ -233,6 +233,8 @@ class RandomRun:
         for event in [*self.published, *stack.side.take_events()]:
             self.router.take(event)
         self.published.clear()
+        if len(self.router.groups) < len(stack.kv_config.kv_cache_groups):
+            return  # it has heard of no block of a group yet, and cannot know that there is such a group
         for request in stack.requests.values():
             hashes, num_tokens = request.block_hashes, request.num_tokens
             found = stack.offload.num_cached_tokens(hashes, num_tokens=num_tokens)
