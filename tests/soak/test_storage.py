@@ -142,9 +142,16 @@ def test_damage_that_nothing_finds_is_noticed(tmp_path, monkeypatch, capsys, dir
     """Without checksums."""
     monkeypatch.setattr(RecordFormat, "verify", lambda own, record, key, *, generation: own.payload_of(record))
     monkeypatch.setattr(FaultyFileTier, "_draw", lambda self, *damages: set(damages))
-    report = report_of(tmp_path, "5", "--storage", "file-faulty", status=1)
+    path, said = tmp_path / "r.json", ""
+    # How much is read from storage depends on the machine: on a busy one a short run may read nothing.
+    for duration in ("5", "15", "45"):
+        status = main([duration, "--storage", "file-faulty", *SMALL, "--json", str(path)])
+        report, said = json.loads(path.read_text()), capsys.readouterr().out
+        if report["engines"]["direct saves, direct loads"]["promoted_chunks"]:
+            break
+    assert status == 1
     assert report["outputs_identical"] is False
-    assert "SOAK FAILED: outputs differ in" in capsys.readouterr().out
+    assert "SOAK FAILED: outputs differ in" in said
 
 
 def test_files_that_are_never_closed_are_noticed(monkeypatch, capsys, direct, steps_as_time):
