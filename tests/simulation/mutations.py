@@ -479,8 +479,8 @@ MUTATIONS = (
     Mutation(
         "a window is loaded into the blocks of the layer group before it",
         "LoadPlanner._window_parts",
-        "(i, tables[i], blocks)",
-        "(i, tables[i - 1], blocks)",
+        "tables[group_id]",
+        "tables[group_id - 1]",
     ),
     Mutation(
         "a window is saved from the blocks of the layer group before it",

@@ -12,7 +12,6 @@ copying one is cheaper than comparing it.
 
 import array
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,24 +37,6 @@ def read_ids(request_id: str, given: Any, first: int = 0, end: int | None = None
       RequestError: the table is not a sequence of block ids, or is shorter than its length says.
     """
     return plain(_read(request_id, given, first, end))
-
-
-def read_parts(request_id: str, parts: Sequence[tuple[Any, range]]) -> list[int]:
-    """The block ids at some positions of several tables, in one list.
-
-    Args:
-      request_id: the request of the tables.
-      parts: tables, each with the positions to read.
-    Raises:
-      RequestError: as `read_ids`.
-    """
-    ids: list[int] = []
-    for table, blocks in parts:
-        if type(table) is list and len(table) >= blocks.stop:
-            ids += table[blocks.start : blocks.stop]
-        else:
-            ids += read_ids(request_id, table, blocks.start, blocks.stop)
-    return _plain_ids(request_id, ids)  # one check of all is faster
 
 
 def read_changes(request_id: str, known: Ids, given: Any, end: int) -> tuple[int, Ids]:

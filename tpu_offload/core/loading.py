@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from tpu_offload.core.block_tables import read_ids, read_parts
+from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
 from tpu_offload.core.index import Checkpoint, ChunkState
@@ -366,29 +366,25 @@ class LoadPlanner:
         checkpoint = promise.checkpoint
         if checkpoint is None:
             return []
-        ranges = self._window_ranges(promise.first_block, end_block)
-        wanted = [(i, tables[i], blocks) for i, blocks in zip(self._window_group_ids, ranges, strict=True)]
-        block_ids = self._read_held(request, wanted)
-        slots, parts, size, first_slot, first = checkpoint.slots.tolist(), [], self._blocks_per_chunk, 0, 0
+        parts, size, first_slot = [], self._blocks_per_chunk, 0
         for group_id, blocks, num_chunks in zip(
             self._window_group_ids,
-            ranges,
+            self._window_ranges(promise.first_block, end_block),
             checkpoint.num_pieces,
             strict=False,  # a state is the last piece
         ):
+            block_ids = self._read_held(request, tables[group_id], group_id, blocks)
+            first_chunk = end_block // size - num_chunks
+            slots = checkpoint.slots[first_slot : first_slot + num_chunks].tolist()
             host_ids = host_blocks(
-                slots[first_slot : first_slot + num_chunks],
+                slots,
                 blocks_per_chunk=size,
-                first=blocks.start - (end_block // size - num_chunks) * size,
+                first=blocks.start - first_chunk * size,
                 num_blocks=len(blocks),
             )
             first_slot += num_chunks
-            end = first + len(blocks)
-            if blocks:
-                parts.append(
-                    CopyPart(group_id=group_id, block_ids=tuple(block_ids[first:end]), host_block_ids=host_ids)
-                )
-            first = end
+            if block_ids:
+                parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
         return parts
 
     def _state_parts(
@@ -402,29 +398,23 @@ class LoadPlanner:
         group_id = self._state_group_id
         if promise.checkpoint is None or group_id is None:
             return []
-        row = self._read_held(request, [(group_id, tables[group_id], range(end_block - 1, end_block))])
+        row = self._read_held(request, tables[group_id], group_id, range(end_block - 1, end_block))
         place = promise.checkpoint.slots[-1] - self._first_state
         return [CopyPart(group_id=group_id, block_ids=tuple(row), host_block_ids=(place,))]
 
-    def _read_held(self, request: RequestState, wanted: Sequence[tuple[int, Sequence[int], range]]) -> list[int]:
-        """The blocks of a request at some positions of its tables, in one list.
+    def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, blocks: range) -> list[int]:
+        """The blocks of a table at these positions.
 
-        Args:
-          request: the request.
-          wanted: per layer group its id, its block table, and the positions.
         Raises:
           RequestError: the request does not hold one of them.
         """
-        block_ids = read_parts(request.request_id, [(table, blocks) for _, table, blocks in wanted])
+        block_ids = read_ids(request.request_id, table, blocks.start, blocks.stop)
         if self._null_block in block_ids:
-            missing, first = block_ids.index(self._null_block), 0
-            for group_id, _, blocks in wanted:
-                if missing < first + len(blocks):
-                    raise RequestError(
-                        f"request {request.request_id} has no block in layer group {group_id} at "
-                        f"{blocks[missing - first]}; its load needs {blocks.start} to {blocks.stop - 1}"
-                    )
-                first += len(blocks)
+            raise RequestError(
+                f"request {request.request_id} has no block in layer group {group_id} at "
+                f"{blocks.start + block_ids.index(self._null_block)}; its load needs {blocks.start} to "
+                f"{blocks.stop - 1}"
+            )
         return block_ids
 
     def _chunk(self, block: int) -> int:
