@@ -7,9 +7,9 @@ that found it. Nothing of `tpu_offload.core` is imported before the fork, and no
 """
 
 import argparse
+import functools
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,9 @@ from typing import Any
 
 from tests.adapters.cpu_environment import set_environment
 from tests.adapters.random_campaign import run_seeds, start_process
-from tests.simulation.mutations import MUTATIONS, Finder, Mutation, apply
+from tests.simulation.mutations import MUTATIONS, Finder, Mutation, apply, in_child
 
 MODES = ("windows", "states", "windows-async", "states-async")
-_TIMEOUT_S = 600
 
 
 def hunt(mutation: Mutation, modes: Sequence[str], num_seeds: int, num_steps: int) -> dict[str, Any]:
@@ -33,24 +32,6 @@ def hunt(mutation: Mutation, modes: Sequence[str], num_seeds: int, num_steps: in
             if violations:
                 return {"mode": mode, "seed": seed, "violation": violations[seed]}
     return {"violation": ""}
-
-
-def _in_child(mutation: Mutation, *args: Any) -> dict[str, Any]:
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(_TIMEOUT_S)  # kills a child whose bug makes it hang
-        try:
-            found = hunt(mutation, *args)
-        except Exception as e:
-            found = {"violation": "", "error": f"{type(e).__name__}: {e}"}
-        os.write(write_end, json.dumps(found).encode()[:60_000])
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else {"violation": "", "error": "it hung or crashed"}
 
 
 def run_all(
@@ -72,7 +53,7 @@ def run_all(
 
         assert not any(name.startswith("tpu_offload.core") for name in sys.modules)
         for mutation in mutations:
-            yield {"name": mutation.name, **_in_child(mutation, modes, num_seeds, num_steps)}
+            yield {"name": mutation.name, **in_child(functools.partial(hunt, mutation, modes, num_seeds, num_steps))}
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -909,22 +909,23 @@ def _hunt(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> di
     return {"seed": -1, "violation": ""}
 
 
-def _in_child(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
+def in_child(hunt: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the hunt for a bug has found, in a forked process that the bug may make hang or crash."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(_TIMEOUT_S)  # kills a child whose bug makes it hang
         try:
-            found = _hunt(mutation, seeds, num_steps)
-        except ValueError as e:
-            found = {"seed": -1, "violation": "", "error": str(e)}
+            found = hunt()
+        except Exception as e:
+            found = {"violation": "", "error": f"{type(e).__name__}: {e}"}
         os.write(write_end, json.dumps(found).encode()[:60_000])
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"seed": -1, "violation": "", "error": "it hung or crashed"}
+    return json.loads(text) if text else {"violation": "", "error": "it hung or crashed"}
 
 
 def caught() -> dict[str, int]:
@@ -947,7 +948,7 @@ def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[
     for mutation in MUTATIONS:
         if only in mutation.name:
             seeds = ([known[mutation.name]] if mutation.name in known else []) + list(range(num_seeds))
-            yield {"name": mutation.name, **_in_child(mutation, seeds, num_steps)}
+            yield {"name": mutation.name, **in_child(functools.partial(_hunt, mutation, seeds, num_steps))}
 
 
 def record(found: Iterable[dict[str, Any]]) -> None:
