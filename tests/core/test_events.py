@@ -275,6 +275,59 @@ def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time()
     index.check_invariants()
 
 
+def test_the_state_that_a_found_checkpoint_shares_stays_known_when_the_one_it_was_saved_for_is_dropped() -> None:
+    index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(2,), first_state=100)
+    index.grow(20)
+    index.grow_states(4)
+    keys = [ChunkKey(b"%d" % i) for i in range(6)]
+    index.complete(keys, index.allocate(Use(0), keys, range(6)), success=True)
+
+    def save(end: int) -> tuple[Checkpoint, list[NewPiece]]:
+        begun = index.begin_checkpoint(keys, end, max_chunks=9)
+        assert begun is not None
+        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+        return begun
+
+    saved, pieces = save(5)
+    index.hold_checkpoint(saved)
+    index.lose_pieces([piece.slot for piece in pieces if piece.number == 4 and piece.group == 0])
+    save(6)  # and the lost window chunk with it
+    found, boundary, _ = index.find_checkpoint(keys, 0, 5)
+    assert found is not None
+    assert found is not saved
+    assert boundary == 5
+    index.hold_checkpoint(found)
+    index.take_changes()
+    index.use_checkpoint(found, 5)  # takes the place of the other
+    assert index.take_changes() == []
+    assert index.find_checkpoint(keys, 0, 5)[0] is found
+    index.release_checkpoint(saved)
+    index.release_checkpoint(found)
+    index.check_invariants()
+
+
+def test_a_load_settles_the_checkpoint_whose_save_has_begun_since_it_was_found() -> None:
+    """Else the next step of the request that saves it would supersede it."""
+    index = ChunkIndex(LRUPolicy(), window_chunks=(3,))
+    index.grow(20)
+    keys = [ChunkKey(b"%d" % i) for i in range(4)]
+    index.complete(keys, index.allocate(Use(0), keys, range(4)), success=True)
+    begun = index.begin_checkpoint(keys, 3, max_chunks=9)
+    assert begun is not None
+    index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+    found, boundary, _ = index.find_checkpoint(keys, 0, 2)
+    assert found is not None
+    assert boundary == 2
+    index.hold_checkpoint(found)
+    begun = index.begin_checkpoint(keys, 2, max_chunks=9, rolls=True)
+    assert begun is not None
+    index.use_checkpoint(found, 2)
+    assert begun[0].was_loaded
+    assert not begun[0].rolls
+    index.release_checkpoint(found)
+    index.check_invariants()
+
+
 def test_without_record_nothing_is_kept_of_pieces() -> None:
     index = ChunkIndex(LRUPolicy(), window_chunks=(2,))
     index.grow(20)

@@ -366,14 +366,23 @@ class CheckpointTable:
         del self._table[checkpoint.key]
         if not checkpoint.num_holds:
             self._pieces.unref(checkpoint.slots)
-        elif not self._pieces.may_cover:  # else lookups find its pieces as long as they are there
+        elif not self._pieces.may_cover and not self._pieces.is_shared(checkpoint.slots[-1]):
+            # Otherwise lookups find its pieces as long as they are there.
             self._pieces.hide(checkpoint.slots[-1])
 
-    def adopt(self, checkpoint: Checkpoint) -> None:
-        """A load uses a checkpoint that `find` has made, and something holds it: it stays, as if it had been saved."""
+    def adopt(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A load uses a checkpoint that `find` has made, and something holds it: it stays, as if it had been saved.
+
+        Returns:
+          The one that is resident at its boundary: this one, or one whose save has begun since.
+        """
         key = checkpoint.key
-        if self._table.get(key) is not checkpoint and self._is_found(key) and self.get(key) is None:
-            self._table[key] = checkpoint
+        if self._table.get(key) is checkpoint or not self._is_found(key):
+            return checkpoint
+        resident = self.get(key)
+        if resident is None:
+            resident = self._table[key] = checkpoint
+        return resident
 
     def evict_at(self, keys: Iterable[ChunkKey], *, keeps_memory: bool = True) -> None:
         """Drops the checkpoints after these chunks, which are being evicted.

@@ -432,10 +432,10 @@ class ChunkIndex:
 
     def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
         """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
-        checkpoint.was_loaded = True
-        self._checkpoints.adopt(checkpoint)
-        self._checkpoints.settle(checkpoint)
-        self.touch_checkpoint(checkpoint)
+        resident = self._checkpoints.adopt(checkpoint)
+        resident.was_loaded = True
+        self._checkpoints.settle(resident)
+        self.touch_checkpoint(resident)
         self._count_used(0, num_chunks)
         self._count_used(1, len(checkpoint.slots) - self._checkpoints.has_states)
 

@@ -176,6 +176,10 @@ class PieceTable:
         self._slots.free_first(freed)
         self._note(removed, found=False)
 
+    def is_shared(self, slot: int) -> bool:
+        """Whether more than one checkpoint, or one and a save, need this piece."""
+        return self._num_refs[slot] > 1
+
     def hide(self, slot: int) -> None:
         """Nothing finds this piece any more. A load may still read it."""
         name = self.key_of[slot]
