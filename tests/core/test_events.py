@@ -10,6 +10,7 @@ from tpu_offload import JobKind, TierEvent, TierEventKind
 from tpu_offload.core import inspection
 from tpu_offload.core.index import Checkpoint, ChunkIndex, NewPiece
 from tpu_offload.core.policies import LRUPolicy, Use
+from tpu_offload.piece_keys import piece_key
 from tpu_offload.types import BlockHash, ChunkKey
 
 STORED, REMOVED, CLEARED = TierEventKind.STORED, TierEventKind.REMOVED, TierEventKind.CLEARED
@@ -275,35 +276,80 @@ def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time()
     index.check_invariants()
 
 
-def test_the_state_that_a_found_checkpoint_shares_stays_known_when_the_one_it_was_saved_for_is_dropped() -> None:
-    index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(2,), first_state=100)
-    index.grow(20)
-    index.grow_states(4)
-    keys = [ChunkKey(b"%d" % i) for i in range(6)]
-    index.complete(keys, index.allocate(Use(0), keys, range(6)), success=True)
+class PartlyLost:
+    """A checkpoint after 5 chunks with two window chunks and a state, READY and held. The last window chunk is lost.
 
-    def save(end: int) -> tuple[Checkpoint, list[NewPiece]]:
-        begun = index.begin_checkpoint(keys, end, max_chunks=9)
+    Attributes:
+      checkpoint: it.
+      state: the name of its state.
+    """
+
+    def __init__(self) -> None:
+        self.index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(2,), first_state=100)
+        self.index.grow(20)
+        self.index.grow_states(4)
+        self.keys = [ChunkKey(b"%d" % i) for i in range(6)]
+        self.index.complete(self.keys, self.index.allocate(Use(0), self.keys, range(6)), success=True)
+        self.checkpoint, pieces = self.save(5)
+        self.state = piece_key(self.keys[4], 1)
+        self.index.hold_checkpoint(self.checkpoint)
+        self.index.lose_pieces([piece.slot for piece in pieces if piece.number == 4 and piece.group == 0])
+        self.index.take_changes()
+
+    def save(self, end: int) -> tuple[Checkpoint, list[NewPiece]]:
+        begun = self.index.begin_checkpoint(self.keys, end, max_chunks=9)
         assert begun is not None
-        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+        self.index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
         return begun
 
-    saved, pieces = save(5)
-    index.hold_checkpoint(saved)
-    index.lose_pieces([piece.slot for piece in pieces if piece.number == 4 and piece.group == 0])
-    save(6)  # and the lost window chunk with it
-    found, boundary, _ = index.find_checkpoint(keys, 0, 5)
-    assert found is not None
-    assert found is not saved
-    assert boundary == 5
-    index.hold_checkpoint(found)
-    index.take_changes()
-    index.use_checkpoint(found, 5)  # takes the place of the other
-    assert index.take_changes() == []
-    assert index.find_checkpoint(keys, 0, 5)[0] is found
-    index.release_checkpoint(saved)
-    index.release_checkpoint(found)
-    index.check_invariants()
+    def find(self) -> Checkpoint | None:
+        found, boundary, _ = self.index.find_checkpoint(self.keys, 0, 5)
+        assert (boundary == 5) == (found is not None)
+        return found
+
+    def removed(self) -> set[ChunkKey]:
+        """What ceased to be known since the last call; nothing else may have changed."""
+        changes = self.index.take_changes()
+        assert not any(change.found for change in changes)
+        return {key for change in changes for key in change.keys or ()}
+
+
+def test_a_checkpoint_takes_the_window_chunk_that_was_saved_anew() -> None:
+    case = PartlyLost()
+    case.save(6)  # and the lost window chunk with it
+    case.index.take_changes()
+    mended = case.find()
+    assert mended is not None
+    assert mended is not case.checkpoint  # which a load reads
+    assert case.removed() == set()
+    assert case.find() is mended
+    case.index.release_checkpoint(case.checkpoint)
+    assert case.removed() == set()
+    assert case.find() is mended
+    case.index.check_invariants()
+
+
+def test_nothing_knows_the_state_of_an_evicted_checkpoint_that_a_load_still_reads() -> None:
+    case = PartlyLost()
+    case.save(6)
+    assert case.find() is not None
+    case.index.take_changes()
+    case.index._checkpoints.evict_at([case.keys[4]])
+    assert case.find() is None
+    assert case.state in case.removed()
+    case.index.release_checkpoint(case.checkpoint)
+    assert case.state not in case.removed()
+    case.index.check_invariants()
+
+
+def test_a_checkpoint_of_which_a_part_is_lost_takes_no_state() -> None:
+    case = PartlyLost()
+    case.index.release_checkpoint(case.checkpoint)
+    assert case.index.num_states == 1
+    assert case.find() is None
+    assert case.index.num_states == 0
+    assert case.state in case.removed()
+    case.index.check_invariants()
 
 
 def test_a_load_settles_the_checkpoint_whose_save_has_begun_since_it_was_found() -> None:

@@ -588,7 +588,7 @@ MUTATIONS = (
     Mutation(
         "a boundary is found while pieces of it are being saved",
         "PieceTable._first_missing",
-        "slot in self._pending",
+        "slot in pending",
         "False",
     ),
     Mutation(
@@ -639,7 +639,7 @@ MUTATIONS = (
         "self._pieces.unref(...)",
         "pass",
     ),
-    Mutation("the slots of a held checkpoint are free", "CheckpointTable.drop", "not _.num_holds", "True"),
+    Mutation("the slots of a held checkpoint are free", "CheckpointTable._unref", "not _.num_holds", "True"),
     Mutation("a promise does not hold its checkpoint", "LoadPlanner.match", "self._index.hold_checkpoint(...)", "pass"),
     Mutation(
         "a released promise holds its checkpoint", "LoadPlanner.release", "self._index.release_checkpoint(...)", "pass"

@@ -194,8 +194,13 @@ def _plain_ids(request_id: str, items: list[Any]) -> list[int]:
         return items
     if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= _MAX:  # a request in decode
         return items
-    if set(map(type, items)) == _INTS and min(items) >= 0 and max(items) <= _MAX:
-        return items
+    if set(map(type, items)) == _INTS:
+        try:
+            array.array("I", items)  # takes numbers from 0 to 2**32 - 1, in a third of the time of `min` and `max`
+        except OverflowError:
+            pass
+        else:
+            return items
     ids = []
     for item in items:
         block_id = as_count(item)

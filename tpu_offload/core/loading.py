@@ -375,9 +375,8 @@ class LoadPlanner:
         ):
             block_ids = self._read_held(request, tables[group_id], group_id, blocks)
             first_chunk = end_block // size - num_chunks
-            slots = checkpoint.slots[first_slot : first_slot + num_chunks].tolist()
             host_ids = host_blocks(
-                slots,
+                checkpoint.slots[first_slot : first_slot + num_chunks],
                 blocks_per_chunk=size,
                 first=blocks.start - first_chunk * size,
                 num_blocks=len(blocks),

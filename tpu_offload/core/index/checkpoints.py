@@ -13,7 +13,6 @@ whole, because a part of it is of no use at its boundary: the least recently use
 bytes are lost or never arrived, and the one at a full-attention chunk that is removed.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, final
@@ -78,7 +77,9 @@ class Checkpoint:
         "was_loaded",
     )  # fmt: skip
 
-    def __init__(self, key: ChunkKey, slots: "array[int]", num_pieces: tuple[int, ...], *, rolls: bool = False) -> None:
+    def __init__(
+        self, key: ChunkKey, slots: tuple[int, ...], num_pieces: tuple[int, ...], *, rolls: bool = False
+    ) -> None:
         self.key = key
         self.rolls = rolls
         self.was_announced = False
@@ -184,7 +185,9 @@ class CheckpointTable:
                     if checkpoint is None:
                         continue
                     if self._pieces.are_lost(checkpoint.slots):
-                        checkpoint = self._covered(keys, boundary)
+                        if self._pieces.may_cover:  # the caller looks for all such boundaries
+                            continue
+                        checkpoint = self._mended(checkpoint, keys, boundary)
                     if checkpoint is not None and not checkpoint.num_pending:
                         return checkpoint, boundary, pending_at
                     if checkpoint is not None:
@@ -195,7 +198,27 @@ class CheckpointTable:
     def _covered(self, keys: Sequence[ChunkKey], end: int) -> Checkpoint | None:
         """A checkpoint, not resident, of the pieces that are there for a boundary; None unless all are READY."""
         slots = self._pieces.ready_slots(keys, end)
-        return None if slots is None else Checkpoint(keys[end - 1], array("q", slots), self.num_pieces(end))
+        return None if slots is None else Checkpoint(keys[end - 1], tuple(slots), self.num_pieces(end))
+
+    def _mended(self, lost: Checkpoint, keys: Sequence[ChunkKey], end: int) -> Checkpoint | None:
+        """What takes the place of a checkpoint with lost pieces: one of the pieces that were saved anew since.
+
+        None, and it is dropped, unless all are READY: what is left of it covers no other boundary.
+        """
+        mended = self._covered(keys, end)
+        if mended is None:
+            self.drop(lost)
+        else:
+            mended.was_announced = lost.was_announced
+            self._pieces.ref(mended.slots)
+            self._table[lost.key] = mended
+            self._unref(lost)
+        return mended
+
+    def _unref(self, checkpoint: Checkpoint) -> None:
+        """It is not resident any more: its pieces are not needed, unless something holds it."""
+        if not checkpoint.num_holds:
+            self._pieces.unref(checkpoint.slots)
 
     def _is_ready(self, checkpoint: Checkpoint) -> bool:
         return not checkpoint.num_pending and not self._pieces.are_lost(checkpoint.slots)
@@ -272,8 +295,7 @@ class CheckpointTable:
             self._pieces.unref(shared)
             return None
         new = iter(free)
-        # 64 bits: states come after as many slots of chunks as the settings allow, however few there is memory for.
-        slots = array("q", [next(new) if slot is None else slot for slot in known])
+        slots = tuple([next(new) if slot is None else slot for slot in known])
         checkpoint = self._table[key] = Checkpoint(key, slots, num_pieces, rolls=rolls)
         saved: list[NewPiece] = []
         if free:
@@ -364,10 +386,9 @@ class CheckpointTable:
         if not self._is_resident(checkpoint):
             return
         del self._table[checkpoint.key]
-        if not checkpoint.num_holds:
-            self._pieces.unref(checkpoint.slots)
-        elif not self._pieces.may_cover and not self._pieces.is_shared(checkpoint.slots[-1]):
-            # Otherwise lookups find its pieces as long as they are there.
+        self._unref(checkpoint)
+        if not self._pieces.may_cover and checkpoint.slots[-1] not in self._pending:
+            # Otherwise lookups find its pieces as long as they are there, and a save announces what it has written.
             self._pieces.hide(checkpoint.slots[-1])
 
     def adopt(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -5,8 +5,8 @@ prompt shorter than the window can continue at each of its boundaries, not only 
 too, so they find exactly what a reader of the tier's events does who knows which pieces are there, and nothing else.
 """
 
-from collections.abc import Container, Iterable, Sequence
-from typing import final
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, final
 
 from tpu_offload.core.chunk_table import ChunkTable, Entries
 from tpu_offload.core.index.changes import ChangeLog
@@ -128,9 +128,12 @@ class PieceTable:
 
     def _first_missing(self, keys: Sequence[ChunkKey], group: int, first: int, end: int) -> int | None:
         """The first of the pieces of chunks `first` to `end - 1` that is not READY."""
+        parts: Sequence[Mapping[Any, int]] = self._slot_of.parts  # by the bytes of a name
+        suffix, pending, lost = group_suffix(group), self._pending, self._lost
         for i in range(first, end):
-            slot = self._slot_of.get(piece_key(keys[i], group))
-            if slot is None or slot in self._pending or slot in self._lost:
+            key = keys[i]
+            slot = parts[key[0]].get(key + suffix)
+            if slot is None or slot in pending or slot in lost:
                 return i
         return None
 
@@ -176,14 +179,10 @@ class PieceTable:
         self._slots.free_first(freed)
         self._note(removed, found=False)
 
-    def is_shared(self, slot: int) -> bool:
-        """Whether more than one checkpoint, or one and a save, need this piece."""
-        return self._num_refs[slot] > 1
-
     def hide(self, slot: int) -> None:
-        """Nothing finds this piece any more. A load may still read it."""
-        name = self.key_of[slot]
-        if self._slot_of.get(name) == slot:
+        """Nothing finds the piece in this slot any more, if there is one. A load may still read it."""
+        name = self.key_of.get(slot)
+        if name is not None and self._slot_of.get(name) == slot:
             del self._slot_of[name]
             if slot not in self._lost:
                 self._note([name], found=False)
