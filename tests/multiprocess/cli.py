@@ -30,7 +30,7 @@ def _command(processes: int, devices: int, runs: int, seed: int, steps: int) -> 
     cluster: Cluster | None = None
     try:
         for each in range(seed, seed + runs):
-            setup = draw_setup(each, num_processes=processes, num_steps=steps)
+            setup = draw_setup(each, num_processes=processes, num_devices=devices, num_steps=steps)
             start_s = time.monotonic()
             try:
                 cluster = cluster or Cluster(processes, devices)

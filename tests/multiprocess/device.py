@@ -36,22 +36,40 @@ class Device:
 
     KV is random bytes from a seed. If the caches are lost on any process, a step computes garbage on all of them, as a
     real forward pass would.
+
+    Args:
+      num_ranks: data-parallel ranks, which the blocks are split over.
+      span_hosts: as in `Setup`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int, span_hosts: bool) -> None:
         devices = np.array(jax.devices())
-        self.page_shape = BLOCK_SIZE, len(devices), *_HEAD_SHAPE
-        self._mesh = Mesh(devices, ("model",))
-        self._cache_sharding = NamedSharding(self._mesh, P(None, None, "model"))
+        size = len(devices) // num_ranks
+        self.page_shape = BLOCK_SIZE, size, *_HEAD_SHAPE
+        self._num_ranks = num_ranks
+        of_ranks = devices.reshape(size, num_ranks).T if span_hosts else devices.reshape(num_ranks, size)
+        self._mesh = Mesh(of_ranks, ("rank", "model"))
+        by_rank = "rank" if num_ranks > 1 else None
+        self._cache_sharding = NamedSharding(self._mesh, P(by_rank, None, "model"))
         # Of states: the last inputs of a convolution, and a matrix for each head, split over another axis.
-        self._state_shapes = (3, 4 * len(devices)), (len(devices), 4)
-        self._state_shardings = self._cache_sharding, NamedSharding(self._mesh, P(None, "model"))
+        self._state_shapes = (3, 4 * size), (size, 4)
+        self._state_shardings = self._cache_sharding, NamedSharding(self._mesh, P(by_rank, "model"))
+        self._of_rows = NamedSharding(self._mesh, P(None, None, "model")), NamedSharding(self._mesh, P(None, "model"))
         self._everywhere = NamedSharding(self._mesh, P())
-        self._of_devices = NamedSharding(self._mesh, P("model"))
+        self._of_devices = NamedSharding(self._mesh, P(("rank", "model")))
+        write_blocks = self._write([self._cache_sharding] * NUM_LAYERS, [self._of_rows[0]] * NUM_LAYERS)
+        write_rows = self._write(self._state_shardings, self._of_rows)
+        forward = functools.partial(_forward, write_blocks=write_blocks, write_rows=write_rows)
         self._forward = {
-            n: jax.jit(_forward, donate_argnums=0, out_shardings=(self._shardings(n), self._everywhere))
+            n: jax.jit(forward, donate_argnums=0, out_shardings=(self._shardings(n), self._everywhere))
             for n in (NUM_LAYERS, NUM_LAYERS + len(_STATE_DTYPES))
         }
+
+    def _write(self, caches: Sequence[NamedSharding], contents: Sequence[NamedSharding]) -> Any:
+        """`_write_of_rank` on all ranks, for arrays with these shardings."""
+        specs = [sharding.spec for sharding in caches]
+        in_specs = specs, [sharding.spec for sharding in contents], P(), P(), P()
+        return jax.shard_map(_write_of_rank, mesh=self._mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
 
     def _shardings(self, num_arrays: int) -> list[NamedSharding]:
         return [*[self._cache_sharding] * NUM_LAYERS, *self._state_shardings][:num_arrays]
@@ -74,12 +92,13 @@ class Device:
 
     def make_caches(self, setup: Setup) -> list[jax.Array]:
         """Caches with arbitrary bytes in every block and row; in every other run pages have two shapes."""
-        base = np.stack([self.content(10**6 + i) for i in range(setup.num_blocks)], 1).view(_DTYPE)
-        shape = setup.num_blocks, *self.page_shape
+        num_blocks, num_rows = self._num_ranks * setup.num_blocks, self._num_ranks * setup.num_rows
+        base = np.stack([self.content(10**6 + i) for i in range(num_blocks)], 1).view(_DTYPE)
+        shape = num_blocks, *self.page_shape
         merged = *shape[:3], shape[3] * shape[4]
         layers = [layer.reshape(merged if setup.seed % 2 and i % 2 else shape) for i, layer in enumerate(base)]
         if setup.num_rows:
-            rows = [self.state(10**6 + i) for i in range(setup.num_rows)]
+            rows = [self.state(10**6 + i) for i in range(num_rows)]
             arrays = map(np.stack, zip(*rows, strict=True))
             layers += [array.view(dtype) for array, dtype in zip(arrays, _STATE_DTYPES, strict=True)]
         return list(map(self._put, layers, self._shardings(len(layers))))
@@ -120,16 +139,17 @@ class Device:
         """
         blocks = {place: seed for place, seed in writes.items() if place < ROWS}
         rows = {place - ROWS: seed for place, seed in writes.items() if place >= ROWS}
-        most = MAX_WRITES * MAX_GROUPS
+        most = MAX_WRITES * MAX_GROUPS * self._num_ranks
         data = np.zeros((most, NUM_LAYERS, *self.page_shape), np.uint16)
         for i, seed in enumerate(blocks.values()):
             data[i] = self.content(seed)
         inputs = [self._put(data, NamedSharding(self._mesh, P(None, None, None, "model"))), *self._places(blocks, most)]
         if len(caches) > NUM_LAYERS:
             states = [self.state(seed) for seed in rows.values()]
-            padding = [self.state(0)] * (MAX_ROW_WRITES - len(states))
+            most_rows = MAX_ROW_WRITES * self._num_ranks
+            padding = [self.state(0)] * (most_rows - len(states))
             bits = map(np.stack, zip(*states, *padding, strict=True))
-            inputs += [*map(self._put, bits, self._state_shardings), *self._places(rows, MAX_ROW_WRITES)]
+            inputs += [*map(self._put, bits, self._of_rows), *self._places(rows, most_rows)]
         caches, lost = self._forward[len(caches)](caches, self._flag(garbage), *inputs)
         return list(caches), bool(np.asarray(lost.addressable_data(0)))
 
@@ -140,21 +160,28 @@ class Device:
 
     def wrong_blocks(
         self, caches: Sequence[jax.Array], expected: Mapping[int, int]
-    ) -> tuple[tuple[int, int, str], ...]:
-        """(array, block or row, device) of all differences from the contents of these seeds, on this process."""
-        wrong = []
+    ) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+        """Compares with the contents of these seeds what this process has of them.
+
+        Returns:
+          How many blocks and rows it has, and (array, block or row, device) of all differences.
+        """
+        wrong, compared = [], set()
         for i, cache in enumerate(caches):
             for shard in cache.addressable_shards:
                 data = np.asarray(shard.data)
                 data = data.view(np.dtype(f"u{data.dtype.itemsize}"))
+                first = shard.index[0].start or 0
                 for place, seed in expected.items():
-                    if (place >= ROWS) != (i >= NUM_LAYERS):
+                    number = place % ROWS - first
+                    if (place >= ROWS) != (i >= NUM_LAYERS) or not 0 <= number < len(data):
                         continue
+                    compared.add(place)
                     contents = self.state(seed)[i - NUM_LAYERS] if place >= ROWS else self.content(seed)[i]
                     wanted = contents.reshape(cache.shape[1:])[shard.index[1:]]
-                    if not np.array_equal(data[place % ROWS], wanted):
+                    if not np.array_equal(data[number], wanted):
                         wrong.append((i, place, str(shard.device)))
-        return tuple(wrong)
+        return len(compared), tuple(wrong)
 
     def _put(self, value: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(np.shape(value), sharding, lambda i: value[i])
@@ -165,27 +192,33 @@ class Device:
         return jax.make_array_from_single_device_arrays((self._mesh.size,), self._of_devices, local)
 
 
-def _forward(caches: list[Any], flags: Any, *inputs: Any) -> tuple[list[Any], Any]:
+def _forward(caches: list[Any], flags: Any, *inputs: Any, write_blocks: Any, write_rows: Any) -> tuple[list[Any], Any]:
     """Inputs: contents, places and number of blocks; of rows, the contents in two arrays, places and number."""
     garbage = jnp.any(flags)  # the collective
     data, ids, num_writes = inputs[:3]
     contents = [data[:, layer] for layer in range(NUM_LAYERS)]
-    written = _write(caches[:NUM_LAYERS], contents, ids, num_writes, garbage)
+    written = write_blocks(caches[:NUM_LAYERS], contents, ids, num_writes, garbage)
     if len(inputs) > 3:
         *contents, ids, num_writes = inputs[3:]
-        written += _write(caches[NUM_LAYERS:], contents, ids, num_writes, garbage)
+        written += write_rows(caches[NUM_LAYERS:], contents, ids, num_writes, garbage)
     return written, garbage
 
 
-def _write(caches: list[Any], contents: list[Any], ids: Any, num_writes: Any, garbage: Any) -> list[Any]:
+def _write_of_rank(caches: list[Any], contents: list[Any], ids: Any, num_writes: Any, garbage: Any) -> list[Any]:
+    """Writes, of the blocks of all ranks, those of this one."""
+    num_blocks = caches[0].shape[0]
+    first = jax.lax.axis_index("rank") * num_blocks
     contents = [jnp.where(garbage, bits ^ bits.dtype.type(_GARBAGE), bits) for bits in contents]
 
     def write(i: Any, caches: list[Any]) -> list[Any]:
         written = []
+        place = ids[i] - first
+        is_written = (i < num_writes) & (place >= 0) & (place < num_blocks)
+        place = jnp.clip(place, 0, num_blocks - 1)
         for cache, bits in zip(caches, contents, strict=True):
-            old = jax.lax.dynamic_slice_in_dim(cache, ids[i], 1, 0)
-            new = jnp.where(i < num_writes, bits[i].reshape(old.shape), old)
-            written.append(jax.lax.dynamic_update_slice_in_dim(cache, new, ids[i], 0))
+            old = jax.lax.dynamic_slice_in_dim(cache, place, 1, 0)
+            new = jnp.where(is_written, bits[i].reshape(old.shape), old)
+            written.append(jax.lax.dynamic_update_slice_in_dim(cache, new, place, 0))
         return written
 
     as_bits = [jax.lax.bitcast_convert_type(cache, of.dtype) for cache, of in zip(caches, contents, strict=True)]

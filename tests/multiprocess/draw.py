@@ -8,8 +8,8 @@ from tests.multiprocess.messages import Faults, Setup, Transport
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 
 
-def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
-    """The setup of a seed."""
+def draw_setup(seed: int, *, num_processes: int, num_devices: int, num_steps: int) -> Setup:
+    """The setup of a seed, for so many devices in each process."""
     rng = random.Random(f"{seed} setup")
     blocks_per_chunk = rng.choice((1, 1, 2))
     num_cpu_chunks, segment_chunks = rng.choice((8, 16, 24)), rng.choice((2, 4, 64))
@@ -17,16 +17,21 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
     windows, num_rows = _draw_groups(seed)
     if available:  # without room for a segment there is no host tier, and nothing to compare
         segment_chunks = min(segment_chunks, 4)
+    data_ranks, span_hosts = _draw_data_ranks(seed, num_processes, num_devices)
+    by_data_rank = {} if data_ranks == 1 else {"save_path": "direct", "load_path": "direct"}
     return Setup(
         seed=seed,
         num_steps=num_steps,
+        data_ranks=data_ranks,
+        data_ranks_span_hosts=span_hosts,
         num_blocks=40 * (1 + len(windows)),
         windows=windows,
         num_rows=num_rows,
         settings=_draw_settings(
             rng, blocks_per_chunk, num_cpu_chunks * (1 + len(windows)), has_groups=bool(windows or num_rows)
         )
-        | _draw_storage(seed),
+        | (_draw_storage(seed) if data_ranks == 1 else {})
+        | by_data_rank,
         host_segment_chunks=segment_chunks,
         swap_blocks=rng.choice((0, 6, 16)),
         max_ahead=rng.randint(0, 4),
@@ -41,6 +46,14 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
         restart_without_caches=rng.choice((0.0, 0.5)),
         available_chunks=available,
     )
+
+
+def _draw_data_ranks(seed: int, num_processes: int, num_devices: int) -> tuple[int, bool]:
+    """Data-parallel ranks, several in a third of the runs, and whether each has devices of every process."""
+    rng = random.Random(f"{seed} data ranks")
+    most = num_processes * num_devices
+    num_ranks = rng.choice((1, 1, 1, 1, num_devices, most))
+    return num_ranks, 1 < num_ranks < most and rng.random() < 0.5
 
 
 def _draw_groups(seed: int) -> tuple[tuple[int, ...], int]:

@@ -57,7 +57,7 @@ class _FaultyCopier:
         self._note("load", segment_id, moves)
         self._maybe_fail_load(kv_caches)
         if self._log.happens(self._log.faults.misplaced):
-            moves = BlockMoves(moves.job_ids, moves.block_ids, np.roll(moves.host_block_ids, 1))
+            moves = BlockMoves(moves.job_ids, moves.block_ids, np.roll(moves.host_block_ids, 1), moves.ranks)
         flight, kv_caches = self._copier.load(segment_id, moves, kv_caches)
         return self._slow(flight), kv_caches
 
@@ -108,6 +108,9 @@ class _Token:
     def __init__(self, token: jax.Array, num_looks: int) -> None:
         self._token = token
         self._num_looks = num_looks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._token, name)
 
     def is_ready(self) -> bool:
         self._num_looks -= 1

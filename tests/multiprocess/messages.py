@@ -6,6 +6,9 @@ from typing import Any
 
 from tpu_offload import KVLayout, StepPlan, StepReport
 
+type Plans = tuple[StepPlan, ...]
+"""The plans of one step: one of each data-parallel rank."""
+
 BLOCK_SIZE = 4  # tokens
 NUM_LAYERS = 3
 MAX_WRITES = 12  # most blocks that one forward pass writes, per layer group
@@ -66,9 +69,11 @@ class Setup:
     Attributes:
       seed: random seed.
       num_steps: steps before the engine ends its requests.
-      num_blocks: blocks in the KV caches.
+      data_ranks: data-parallel ranks, each with an engine, a scheduler and blocks of its own.
+      data_ranks_span_hosts: each of them has devices of every process; otherwise of as few as possible.
+      num_blocks: blocks in the KV caches, of each data-parallel rank.
       windows: per layer group beside full attention, its sliding window in tokens; all groups share the caches.
-      num_rows: rows of states; 0 for a model without states.
+      num_rows: rows of states, of each data-parallel rank; 0 for a model without states.
       settings: `OffloadConfig` settings of the scheduler and all workers.
       host_segment_chunks: chunks in a segment of the host pool.
       swap_blocks: size of the swap pool; 0 turns request swap off.
@@ -87,6 +92,8 @@ class Setup:
 
     seed: int = 0
     num_steps: int = 60
+    data_ranks: int = 1
+    data_ranks_span_hosts: bool = False
     num_blocks: int = 40
     windows: tuple[int, ...] = ()
     num_rows: int = 0
@@ -134,10 +141,11 @@ class Step:
 
     Attributes:
       number: number of the step.
-      plan: the plan of the step; None if it has not arrived.
-      before: plans delivered before it, each in a step without a forward pass.
-      inside: a plan delivered again between `begin_step` and the forward pass of this step.
-      writes: by block, the seed of the KV that the forward pass writes; by `ROWS` plus row, of the state.
+      plans: the plans of the step; None if they have not arrived.
+      before: plans delivered before them, each in a step without a forward pass.
+      inside: plans delivered again between `begin_step` and the forward pass of this step.
+      writes: by block, the seed of the KV that the forward pass writes; by `ROWS` plus row, of the state. Blocks
+        and rows of all data-parallel ranks are numbered together.
       expected: likewise, the seed of its contents after the step; None compares nothing.
       known_losses: by process, the losses of its caches that the engine had handled when it planned the step.
       restart: whether the worker restarts before the step.
@@ -145,9 +153,9 @@ class Step:
     """
 
     number: int
-    plan: StepPlan | None
-    before: tuple[StepPlan, ...]
-    inside: StepPlan | None
+    plans: Plans | None
+    before: tuple[Plans, ...]
+    inside: Plans | None
     writes: Mapping[int, int]
     expected: Mapping[int, int] | None
     known_losses: tuple[int, ...]
@@ -161,7 +169,7 @@ class Reply:
 
     Attributes:
       number: number of the step.
-      report: the worker's report; None in a step without one.
+      reports: the worker's report, for each data-parallel rank; None in a step without one.
       num_losses: total losses of caches on this process.
       garbage: whether the forward pass computed on caches that some process had lost.
       num_checked: number of blocks compared.
@@ -169,7 +177,7 @@ class Reply:
     """
 
     number: int
-    report: StepReport | None
+    reports: tuple[StepReport, ...] | None
     num_losses: int
     garbage: bool
     num_checked: int = 0

@@ -3,14 +3,14 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
-from tests.multiprocess.messages import Begin, End, Reply, Setup, Step
+from tests.multiprocess.messages import ROWS, Begin, End, Plans, Reply, Setup, Step
 from tests.multiprocess.settings import make_config
-from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, StepPlan, Update
+from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, Update
 
 _MAX_DRAIN_STEPS = 120
 _COUNTED = (
@@ -80,28 +80,36 @@ class _Run:
         self._ranks = range(processes.num_processes)
         self.setup = setup
         self._num_steps = 0
-        self._scheduler = OffloadScheduler(
-            make_config(setup, layout),
-            layout,
-            num_workers=setup.num_workers or processes.num_processes,
-            clock=lambda: float(self._num_steps),
-        )
-        self._engine = Engine(setup, self._scheduler)
+        # Of each data-parallel rank.
+        self._schedulers = [
+            OffloadScheduler(
+                make_config(setup, layout),
+                layout,
+                num_workers=setup.num_workers or processes.num_processes,
+                clock=lambda: float(self._num_steps),
+            )
+            for _ in range(setup.data_ranks)
+        ]
+        self._engines = [
+            Engine(dataclasses.replace(setup, seed=setup.seed + (data_rank << 32)), scheduler)
+            for data_rank, scheduler in enumerate(self._schedulers)
+        ]
         self._rng = random.Random(f"{setup.seed} messages")
         self._num_unread = [0 for _ in self._ranks]
         self._num_losses = [0 for _ in self._ranks]
         self._known_losses = [0 for _ in self._ranks]  # losses that the engine has handled
-        self._sent: list[list[StepPlan]] = [[] for _ in self._ranks]
-        self._late: list[list[tuple[int, StepPlan]]] = [[] for _ in self._ranks]
+        self._sent: list[list[Plans]] = [[] for _ in self._ranks]
+        self._late: list[list[tuple[int, Plans]]] = [[] for _ in self._ranks]
 
     def run(self) -> str:
         """Runs all steps; returns the error of a refused setup, in one line."""
         try:
             for _ in range(self.setup.num_steps):
-                plan, writes = self._engine.plan()
-                self._send(plan, writes, self._engine.expected())
+                planned = [engine.plan() for engine in self._engines]
+                plans, writes = tuple(plan for plan, _ in planned), self._together(of for _, of in planned)
+                self._send(plans, writes, self._expected())
                 self._read(max_ahead=self._rng.randint(0, self.setup.max_ahead))
-                self._scheduler.check_invariants()
+                self._check_invariants()
             self._read(max_ahead=0)
             self._drain()
             for document in range(NUM_DOCUMENTS):
@@ -113,47 +121,71 @@ class _Run:
 
     def end(self) -> None:
         """Adds the scheduler's counters."""
-        stats = self._scheduler.stats()
-        for name in _COUNTED:
-            self.counts[name] = getattr(stats, name)
-        self.counts.update(self._engine.counts)
+        for engine, scheduler in zip(self._engines, self._schedulers, strict=True):
+            stats = scheduler.stats()
+            self.counts.update({name: getattr(stats, name) for name in _COUNTED})
+            self.counts.update(engine.counts)
         self.counts["losses of caches"] = sum(self._known_losses)
 
     def _drain(self) -> None:
         """Steps until nothing is in flight, for a limited number of steps."""
         for _ in range(_MAX_DRAIN_STEPS):
-            self._step_alone(self._engine.plan_end())
-            if not self._scheduler.has_jobs and self._known_losses == self._num_losses:
+            self._step_alone(tuple(engine.plan_end() for engine in self._engines))
+            if not self._has_jobs and self._known_losses == self._num_losses:
                 break
         else:
             self.broken.append(
-                f"{_MAX_DRAIN_STEPS} steps after the last request ended: jobs in flight: {self._scheduler.has_jobs}; "
+                f"{_MAX_DRAIN_STEPS} steps after the last request ended: jobs in flight: {self._has_jobs}; "
                 f"losses of caches by process {self._num_losses}, known to the engine {self._known_losses}"
             )
-        self._scheduler.check_invariants()
+        self._check_invariants()
 
     def _audit(self, document: int) -> None:
         """Loads a document as far as it is in the host tier, and compares it."""
-        self._step_alone(self._engine.plan_audit(document))
+        self._step_alone(tuple(engine.plan_audit(document) for engine in self._engines))
         for _ in range(_MAX_DRAIN_STEPS):
-            if self._engine.is_arriving:
-                self._step_alone(self._engine.plan_audit(document))
-                continue
-            if not self._engine.is_loading:
+            if not any(engine.is_arriving or engine.is_loading for engine in self._engines):
                 break
-            self._step_alone(self._scheduler.plan_step())
-        self._step_alone(self._scheduler.plan_step(), self._engine.expected())
+            self._step_alone(
+                tuple(
+                    engine.plan_audit(document) if engine.is_arriving else scheduler.plan_step()
+                    for engine, scheduler in zip(self._engines, self._schedulers, strict=True)
+                )
+            )
+        self._step_alone(tuple(scheduler.plan_step() for scheduler in self._schedulers), self._expected())
         self._drain()
 
-    def _step_alone(self, plan: StepPlan, expected: dict[int, int] | None = None) -> None:
+    def _step_alone(self, plans: Plans, expected: dict[int, int] | None = None) -> None:
         """Runs a step and waits for it, without message faults."""
-        self._send(plan, {}, expected, is_calm=True)
+        self._send(plans, {}, expected, is_calm=True)
         self._read(max_ahead=0, is_calm=True)
+
+    # Data-parallel ranks.
+
+    @property
+    def _has_jobs(self) -> bool:
+        return any(scheduler.has_jobs for scheduler in self._schedulers)
+
+    def _check_invariants(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.check_invariants()
+
+    def _expected(self) -> dict[int, int]:
+        return self._together(engine.expected() for engine in self._engines)
+
+    def _together(self, of_ranks: Iterable[Mapping[int, int]]) -> dict[int, int]:
+        """By place in the caches, what each rank has by its own blocks and rows."""
+        setup, together = self.setup, {}
+        for data_rank, own in enumerate(of_ranks):
+            for place, seed in own.items():
+                size = setup.num_rows if place >= ROWS else setup.num_blocks
+                together[place + data_rank * size] = seed + (data_rank << 80)  # no rank has the bytes of another
+        return together
 
     # Messages.
 
     def _send(
-        self, plan: StepPlan, writes: dict[int, int], expected: dict[int, int] | None, *, is_calm: bool = False
+        self, plans: Plans, writes: dict[int, int], expected: dict[int, int] | None, *, is_calm: bool = False
     ) -> None:
         rng, setup = self._rng, self.setup
         restarted = rng.choice(self._ranks) if not is_calm and rng.random() < setup.restart else None
@@ -161,11 +193,11 @@ class _Run:
         if restarted is not None:
             self.counts["restarts"] += 1
         for rank in self._ranks:
-            given, before, inside = self._deliver(rank, plan, is_calm=is_calm)
+            given, before, inside = self._deliver(rank, plans, is_calm=is_calm)
             is_restarted = rank == restarted
             step = Step(
                 number=self._num_steps,
-                plan=given,
+                plans=given,
                 before=before,
                 inside=inside,
                 writes=writes,
@@ -179,27 +211,27 @@ class _Run:
         self._num_steps += 1
 
     def _deliver(
-        self, rank: int, plan: StepPlan, *, is_calm: bool
-    ) -> tuple[StepPlan | None, tuple[StepPlan, ...], StepPlan | None]:
-        """The plans that reach a process in this step: its plan, earlier ones, and one in the middle of the step."""
+        self, rank: int, plans: Plans, *, is_calm: bool
+    ) -> tuple[Plans | None, tuple[Plans, ...], Plans | None]:
+        """The plans that reach a process: those of this step, of earlier ones, and of one in the middle of the step."""
         rng, rates, sent = self._rng, self.setup.transport, self._sent[rank]
         # A plan is late if it arrives after a later plan. One that arrives after its step's forward pass but before a
         # # later plan cannot be detected; docs/failures.md forbids that.
-        last = sent[-1].step_id if sent else -1
-        before = [late for due, late in self._late[rank] if due <= self._num_steps and late.step_id < last]
+        last = sent[-1][0].step_id if sent else -1
+        before = [late for due, late in self._late[rank] if due <= self._num_steps and late[0].step_id < last]
         self._late[rank] = [(due, late) for due, late in self._late[rank] if late not in before]
         if sent and not is_calm and rng.random() < rates.plan_again:
             before.append(rng.choice(sent[-6:]))
             self.counts["duplicate plans"] += 1
-        given, inside = plan, None
+        given, inside = plans, None
         if not is_calm and rng.random() < rates.plan_late:
-            self._late[rank].append((self._num_steps + rng.randint(1, _MAX_LATE), plan))
+            self._late[rank].append((self._num_steps + rng.randint(1, _MAX_LATE), plans))
             self.counts["late plans"] += 1
             return None, tuple(before), None
         if not is_calm and rng.random() < rates.plan_again:
-            inside = rng.choice([*sent[-4:], plan])
+            inside = rng.choice([*sent[-4:], plans])
             self.counts["duplicate plans"] += 1
-        sent.append(plan)
+        sent.append(plans)
         return given, tuple(before), inside
 
     def _read(self, *, max_ahead: int, is_calm: bool = False) -> None:
@@ -225,20 +257,20 @@ class _Run:
                 what = f"{len(reply.wrong)} pages, first layer {reply.wrong[0][0]}, block {reply.wrong[0][1]}"
                 self.wrong.append((reply.number, rank, what))
         rng, rates = self._rng, self.setup.transport
-        if reply.report is None or (not is_calm and rng.random() < rates.report_lost):
-            self._act_on(rank, reply, None)
+        if reply.reports is None or (not is_calm and rng.random() < rates.report_lost):
             return
-        self._act_on(rank, reply, self._scheduler.apply(reply.report))
-        if not is_calm and rng.random() < rates.report_again:
-            self._engine.take(self._scheduler.apply(reply.report))
+        is_again = not is_calm and rng.random() < rates.report_again
+        for engine, scheduler, report in zip(self._engines, self._schedulers, reply.reports, strict=True):
+            self._act_on(engine, rank, reply, scheduler.apply(report))
+            if is_again:
+                engine.take(scheduler.apply(report))
 
-    def _act_on(self, rank: int, reply: Reply, update: Update | None) -> None:
+    def _act_on(self, engine: Engine, rank: int, reply: Reply, update: Update) -> None:
         """Processes an update as an engine does; lost caches first, because loaded blocks are lost with them."""
-        if update is not None and update.lost_caches:
+        if update.lost_caches:
             self._known_losses[rank] = reply.num_losses
-            self._engine.lose_caches()
-        if update is not None:
-            self._engine.take(update)
+            engine.lose_caches()
+        engine.take(update)
 
 
 def _outcome(processes: Cluster, run: _Run | None, refused: str) -> Outcome:

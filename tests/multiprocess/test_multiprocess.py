@@ -80,6 +80,37 @@ def test_layer_groups(run, windows, num_rows):
     assert_right(run(seed=5, settings=settings, **model, faults=faults, restart=0.03, max_ahead=2))
 
 
+RANKS = {
+    "a rank on each process": {"data_ranks": 2},
+    "two ranks on each process": {"data_ranks": 4},
+    "ranks that span processes": {"data_ranks": 2, "data_ranks_span_hosts": True},
+    "windows and states": {"data_ranks": 2, "windows": (9,), "num_rows": 40, "num_blocks": 80},
+}
+
+
+@pytest.mark.parametrize("model", RANKS.values(), ids=RANKS)
+def test_data_parallel_ranks(run, model):
+    """Each rank has a scheduler; each process sees only its own devices' part of a copy."""
+    settings = {"num_cpu_chunks": 60, "state_share": 0.25} if "windows" in model else {"num_cpu_chunks": 12}
+    outcome = run(seed=6, settings=settings, **model, faults={0: Faults(slow=0.3), 1: Faults(silence=0.2)})
+    assert_right(outcome)
+    assert outcome.counts["swapped in"]
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+    faults = {0: Faults(save=0.05, segment=0.02), 1: Faults(load=0.05, caches=0.02)}
+    transport = Transport(plan_again=0.1, plan_late=0.05, report_lost=0.05, report_again=0.1)
+    outcome = run(seed=7, settings=settings, **model, faults=faults, transport=transport, restart=0.03, max_ahead=2)
+    assert_right(outcome)
+    assert outcome.counts["num_failed_jobs"] > 3
+
+
+def test_storage_of_data_parallel_ranks_is_refused(run):
+    refused = run(seed=1, data_ranks=2, settings=storage(PRIVATE)).refused
+    assert refused == (
+        f"ConfigError: TPU_OFFLOAD_STORAGE_TIER={PRIVATE} and 2 data-parallel ranks on several hosts: storage is not "
+        "supported there; unset it, or run one engine on each host"
+    )
+
+
 @pytest.mark.parametrize("tiers", [(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], ids=["private", "shared", "both"])
 def test_storage(run, tiers):
     """Each process stores its own shards; what one cannot write or read is not loaded on the others."""

@@ -4,6 +4,7 @@ It executes the runs that the engine's process requests, one after the other, st
 """
 
 import faulthandler
+import functools
 import os
 import random
 import signal
@@ -16,21 +17,22 @@ import jax
 
 from tests.multiprocess.device import Device
 from tests.multiprocess.faulty import DispatchLog
-from tests.multiprocess.messages import Begin, End, Faults, Reply, Setup, Step
+from tests.multiprocess.messages import Begin, End, Faults, Plans, Reply, Setup, Step
 from tests.multiprocess.settings import available_nbytes, make_config
 from tests.multiprocess.stepped_storage import SteppedStorage
-from tpu_offload import CachesLostError, OffloadError, OffloadWorker, StepPlan, StepReport
+from tpu_offload import CachesLostError, OffloadError, OffloadWorker, RankPlans, StepPlan, StepReport
 from tpu_offload.engine.host_process import join_hosts
 from tpu_offload.kernels.programs import Program
 
 
 def compile_once() -> None:
     """Caches the compiled programs of a worker for the workers of later runs."""
-    compiled: dict[tuple[str, str], Any] = {}
+    compiled: dict[tuple[str, str, str], Any] = {}
     compile_program = Program.compile
 
     def compile_or_find(program: Program) -> Any:
-        key = program.name, repr(program.args)
+        meshes = [arg.sharding.mesh.device_ids.tolist() for arg in jax.tree.leaves(program.args)]
+        key = program.name, repr(program.args), repr(meshes)  # shapes do not tell the order of the devices
         if key not in compiled:
             compiled[key] = compile_program(program)
         return compiled[key]
@@ -58,19 +60,16 @@ class WorkerRun:
         self.log.step = step.number
         if step.restart:
             self._restart(without_caches=step.without_caches, known_losses=step.known_losses[self.rank])
-        for plan in step.before:
-            if self._begin(plan):
-                self.worker.end_step(plan, self.caches)
-        is_sound = step.plan is not None and self._begin(step.plan)
-        is_again = step.inside is not None and self._begin(step.inside)
+        for plans in step.before:
+            if begun := self._begin(plans):
+                self.worker.end_step(begun, self.caches)
+        begun = self._begin(step.plans)
+        again = self._begin(step.inside)
         lost = self.num_losses > step.known_losses[self.rank]
         self.caches, garbage = self.device.forward(self.caches, step.writes, garbage=lost)
-        if is_sound:
-            assert step.plan is not None
-            self.worker.end_step(step.plan, self.caches)
-        if is_again:
-            assert step.inside is not None
-            self.worker.end_step(step.inside, self.caches)
+        for plan in begun, again:
+            if plan is not None:
+                self.worker.end_step(plan, self.caches)
         return self._reply(step, garbage)
 
     def close(self) -> End:
@@ -79,21 +78,25 @@ class WorkerRun:
         return End(tuple(self.log.dispatched))
 
     def _reply(self, step: Step, garbage: bool) -> Reply:
-        report: StepReport | None = None
+        reports: tuple[StepReport, ...] | None = None
         self.storage.step(self.worker)
         if not self.log.happens(self.log.faults.silence):
             report = self.worker.poll()
-        wrong = () if step.expected is None else self.device.wrong_blocks(self.caches, step.expected)
-        return Reply(step.number, report, self.num_losses, garbage, len(step.expected or ()), wrong)
+            reports = (report,) if self.setup.data_ranks == 1 else tuple(self.ranks.split(report))
+        num_checked, wrong = self.device.wrong_blocks(self.caches, step.expected or {})
+        return Reply(step.number, reports, self.num_losses, garbage, num_checked, wrong)
 
-    def _begin(self, plan: StepPlan) -> bool:
-        """Begins the step; returns whether it can continue: not if its caches were lost."""
+    def _begin(self, plans: Plans | None) -> StepPlan | None:
+        """Begins the step; returns its plan if it can continue: not if its caches were lost."""
+        if plans is None:
+            return None
+        plan = plans[0] if self.setup.data_ranks == 1 else self.ranks.merge(plans)
         try:
             self.caches = self.worker.begin_step(plan, self.caches)
         except CachesLostError:
             self._lose_caches()
-            return False
-        return True
+            return None
+        return plan
 
     def _lose_caches(self) -> None:
         self.num_losses += 1
@@ -110,6 +113,7 @@ class WorkerRun:
 
     def _start_worker(self) -> OffloadWorker:
         self.incarnation += 1
+        self.ranks = RankPlans(self.setup.data_ranks)
         config = make_config(self.setup, self.layout, self.rank)
         worker = OffloadWorker(
             config,
@@ -129,8 +133,9 @@ class WorkerRun:
         return worker
 
 
-def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
+def serve(rank: int, engine: "Connection[Any, Any]") -> None:
     """Executes runs until the engine closes the connection."""
+    device_of = functools.cache(Device)
     run: WorkerRun | None = None
     while True:
         try:
@@ -139,7 +144,7 @@ def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
             return
         if isinstance(message, Setup):
             try:
-                run = WorkerRun(message, rank, device)
+                run = WorkerRun(message, rank, device_of(message.data_ranks, message.data_ranks_span_hosts))
                 engine.send(Begin(run.layout))
             except OffloadError as e:
                 run = None
@@ -159,10 +164,9 @@ def main() -> None:
     join_hosts(rank, num_processes, num_devices=num_devices, port=port)
     try:
         compile_once()
-        device = Device()
         engine: Connection[Any, Any] = Connection(fd)
         engine.send("ready")
-        serve(rank, device, engine)
+        serve(rank, engine)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

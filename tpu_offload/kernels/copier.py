@@ -73,8 +73,8 @@ class Flight:
       segment_id: the segment.
       moves: what it copies.
       phase: see `Phase`.
-      waiting_on: the array whose readiness ends the phase. While COPYING it is the token, i32[] or of each rank
-        i32[num_ranks], whose sum is `len(moves)` if everything was copied.
+      waiting_on: the array whose readiness ends the phase. While COPYING it is the token: how many blocks were copied,
+        i32[], or of each rank i32[num_ranks].
       host_staging: host staging array of the staged path, reused after the flight has ended.
       step_id: the plan that dispatched it.
       fused: whether the engine's own step copies it.

@@ -101,11 +101,15 @@ class DirectCopier(Copier):
     def release(self, flight: Flight) -> None:
         """See `Copier`; a direct flight holds no buffers."""
 
-    def _packed(self, moves: BlockMoves) -> Ids:
+    def _packed(self, moves: BlockMoves) -> Ids | jax.Array:
         spec, ids, places = self._spec, moves.block_ids, moves.host_block_ids
         if moves.ranks is None:
             return programs.pack_moves(ids, places, capacity=spec.capacity)
-        return programs.pack_rank_moves(moves.ranks, ids, places, num_ranks=spec.num_ranks, capacity=spec.capacity)
+        packed = programs.pack_rank_moves(moves.ranks, ids, places, num_ranks=spec.num_ranks, capacity=spec.capacity)
+        if spec.by_rank.is_fully_addressable:
+            return packed
+        # jax takes a numpy array for the devices of several hosts only if all of them get all of it.
+        return jax.make_array_from_callback(packed.shape, spec.by_rank, packed.__getitem__)
 
     def _flight(self, direction: Direction, segment_id: int, moves: BlockMoves, token: jax.Array) -> Flight:
         return Flight(direction, segment_id, moves, Phase.COPYING, fetch_early(token, self._spec))

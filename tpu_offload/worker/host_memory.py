@@ -10,7 +10,7 @@ import numpy as np
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import Flight, TransferSpec
+from tpu_offload.kernels import BlockMoves, Flight, TransferSpec
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import (
     HostArena,
@@ -203,9 +203,18 @@ def _is_deleted(stripe: jax.Array) -> bool:
 
 def check_copied(flight: Flight) -> None:
     """Raises the error of a flight whose token is ready."""
-    num_copied = int(np.sum(np.asarray(flight.waiting_on)))
-    if num_copied != len(flight.moves):
-        raise TransferError(f"the device copied {num_copied} of {len(flight.moves)} blocks")
+    num_copied, num_blocks = _num_copied(flight.waiting_on, flight.moves)
+    if num_copied != num_blocks:
+        raise TransferError(f"the device copied {num_copied} of {num_blocks} blocks")
+
+
+def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
+    """How many blocks were copied, and how many there are; only of ranks that this process has devices of."""
+    if moves.ranks is None or token.is_fully_addressable:
+        return int(np.sum(np.asarray(token))), len(moves)
+    counts = {shard.index[0].start or 0: shard.data for shard in token.addressable_shards}
+    num_copied = sum(int(np.asarray(count)[0]) for count in counts.values())
+    return num_copied, int(np.isin(moves.ranks, list(counts)).sum())
 
 
 def error_line(error: BaseException) -> str:
