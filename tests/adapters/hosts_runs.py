@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.adapters.llm_runs import CONNECTOR, ENGINE, MODELS, _sampling
+from tests.adapters.rank_runs import install_probes, states_of_ranks
 
 _SCARCE_NBYTES = 1_000_000  # free memory of host 1
 
@@ -72,6 +73,10 @@ class HostsRun:
         counts = {name: getattr(stats, name) for name in stats.__slots__}
         return counts | {"num_host_chunks_of": self._executor.collective_rpc(num_host_chunks)}
 
+    def shuffle_host_memory(self) -> None:
+        """Moves the contents of every block in the host pools to the next one."""
+        self._executor.collective_rpc(shuffle)
+
     def kill(self, host: int) -> str:
         """A host dies while a request is served; returns how the engine ends."""
         self._executor.kill(host)
@@ -82,7 +87,37 @@ class HostsRun:
         return ""
 
 
+class RankedHostsRun(HostsRun):
+    """One engine with data-parallel ranks, whose schedulers are in processes of their own."""
+
+    def drain(self) -> None:
+        """Serves short prompts on all ranks until no copy is in flight: a rank learns of results with its next one."""
+        from vllm import TokensPrompt
+
+        for number in range(50):
+            states = self._states()
+            if not any(state["has_jobs"] for state in states):
+                return
+            prompts = [TokensPrompt(prompt_token_ids=[3 + number, 5 + rank]) for rank in range(len(states))]
+            self._llm.generate(prompts, _sampling({}), use_tqdm=False)
+        raise AssertionError("copies are in flight for ever")
+
+    def stats(self) -> dict[str, Any]:
+        """The library's counters, by rank, and the chunks that each host has memory for."""
+        ranks = [state["stats"] for state in self._states()]
+        return {"ranks": ranks, "num_host_chunks_of": self._executor.collective_rpc(num_host_chunks)}
+
+    def _states(self) -> list[dict[str, Any]]:
+        return states_of_ranks(self._core.scheduler)
+
+
 # On the hosts.
+
+
+def shuffle(worker: Any) -> None:
+    from tests.adapters.llm_probes import shuffle_host_memory
+
+    shuffle_host_memory(_side().worker)
 
 
 def set_weights(worker: Any) -> None:
@@ -121,14 +156,21 @@ def _side() -> Any:
     return get_kv_transfer_group().worker_side
 
 
-def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
+def run(spec: dict[str, Any], models: Path) -> dict[str, Any]:
     """One run from start to end."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     settings = ENGINE | spec.get("engine", {})
-    settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | spec["connector"])
-    hosts_run = HostsRun(LLM(model=model, **settings))
+    if spec.get("connector"):
+        settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | spec["connector"])
+    name = spec.get("model", "qwen3")
+    model = models / name
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODELS[name]))
+    llm = LLM(model=str(model), **settings)
+    is_ranked = hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "dp_size")
+    hosts_run = RankedHostsRun(llm) if is_ranked else HostsRun(llm)
     try:
         steps = [
             getattr(hosts_run, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in spec["steps"]
@@ -150,15 +192,13 @@ def main() -> None:
     from tests.adapters.vllm_hosts import HostsExecutor, NodesOfRay
 
     NodesOfRay(HostsExecutor.num_hosts).install()
+    install_probes()
     HostsExecutor.available_nbytes = 0, _SCARCE_NBYTES
     Executor.get_class = staticmethod(lambda vllm_config: HostsExecutor)  # in place of the one for Ray
     with tempfile.TemporaryDirectory() as models:
-        model = Path(models, "qwen3")
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODELS["qwen3"]))
         for line in sys.stdin:
             try:
-                outcome = run(json.loads(line), str(model))
+                outcome = run(json.loads(line), Path(models))
             except Exception as e:
                 outcome = {"error": f"in a step: {type(e).__name__}: {e}"}
             answers.write(json.dumps(outcome) + "\n")

@@ -27,6 +27,16 @@ def install_probes() -> None:
     Scheduler.make_stats, Scheduler._preempt_request = answer, count
 
 
+def states_of_ranks(scheduler: Any) -> list[dict[str, Any]]:
+    """The state of the scheduler of each rank of a `DPScheduler`."""
+    from tpu_inference.core.sched.dp_scheduler import SchedulerCommand
+
+    ranks = range(scheduler.dp_size)
+    for rank in ranks:
+        scheduler._send_command(rank, SchedulerCommand.MAKE_STATS, ("state", None))
+    return [scheduler._get_result(rank) for rank in ranks]
+
+
 class RankedRun(llm_runs.EngineRun):
     """One engine. What steps return of the schedulers is a list, by rank."""
 
@@ -50,12 +60,7 @@ class RankedRun(llm_runs.EngineRun):
 
     def state(self) -> dict[str, Any]:
         """The state of each scheduler, and of the worker."""
-        from tpu_inference.core.sched.dp_scheduler import SchedulerCommand
-
-        ranks = range(self._scheduler.dp_size)
-        for rank in ranks:
-            self._scheduler._send_command(rank, SchedulerCommand.MAKE_STATS, ("state", None))
-        state: dict[str, Any] = {"ranks": [self._scheduler._get_result(rank) for rank in ranks]}
+        state: dict[str, Any] = {"ranks": states_of_ranks(self._scheduler)}
         return state | (llm_runs.state_of_worker(self.worker) if self.connector is not None else {})
 
     def drive_and_abort(self, prompts: list[list[int]], after: int, **sampling: Any) -> None:

@@ -24,10 +24,12 @@ from vllm.v1.kv_cache_interface import (
 from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
 from tpu_offload import ConfigError
+from tpu_offload.adapters.vllm import settings
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
+    count_hosts_of_ranks,
     count_workers,
     group_order,
     read_config,
@@ -343,14 +345,35 @@ def test_hosts_are_counted_under_ray_only(monkeypatch):
         count_workers(config())
 
 
-def test_data_parallel_ranks_on_several_hosts_are_refused_and_their_forked_schedulers_do_not_ask_ray(monkeypatch):
+def test_forked_schedulers_of_data_parallel_ranks_do_not_ask_ray(monkeypatch):
+    import ray
+    from tpu_inference import envs
+    from vllm.platforms import current_platform
+
+    with_ranks = config(sharding_config=Sharding())
+    assert count_workers(with_ranks) == 1
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
+    monkeypatch.setattr(settings, "_num_hosts_of_ranks", None)
+    node = {"Alive": True, "Resources": {current_platform.ray_device_key: 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node] * 3)
+    with pytest.raises(ConfigError, match="need vLLM's plugin tpu_offload, which was not loaded"):
+        count_workers(with_ranks)
+    assert count_hosts_of_ranks() == 3
+    monkeypatch.setattr(ray, "nodes", lambda: pytest.fail("asked in a forked process"))
+    assert count_workers(with_ranks) == 3
+
+
+def test_storage_with_data_parallel_ranks_on_several_hosts_is_refused(monkeypatch):
     from tpu_inference import envs
 
     monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
-    with_ranks = config(sharding_config=Sharding())
-    with pytest.raises(ConfigError, match="TPU_MULTIHOST_BACKEND=ray with 4 data-parallel ranks"):
-        read_config(with_ranks, kv_cache_config(8))
-    assert count_workers(with_ranks) == 1
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", "file")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", "/kv")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_GB", "1")
+    with pytest.raises(
+        ConfigError, match=r"STORAGE_TIER=file with 4 data-parallel ranks .* on several hosts: storage is"
+    ):
+        read_config(config(sharding_config=Sharding()), kv_cache_config(8))
 
 
 # HBM.

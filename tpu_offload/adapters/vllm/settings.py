@@ -236,11 +236,10 @@ def _problems_of_ranks(vllm_config: "VllmConfig", config: OffloadConfig) -> Iter
             f"TPU_OFFLOAD_SYNC_LOAD=1 with {what}: their scheduler does not pass on that a step needs a load, which "
             "would come after it; unset it"
         )
-    backend = _multihost_backend()
-    if backend:
+    if config.storage_tiers and _multihost_backend():
         yield (
-            f"TPU_MULTIHOST_BACKEND={backend} with {what}: only one host reports to their schedulers, so copies of the "
-            "others could not be tracked; run one engine on each host"
+            f"TPU_OFFLOAD_STORAGE_TIER={';'.join(config.storage_tier)} with {what} on several hosts: storage is not "
+            "supported there; unset it, or run one engine on each host"
         )
 
 
@@ -295,14 +294,39 @@ def _multihost_backend() -> str:
 
 
 def count_workers(vllm_config: "VllmConfig") -> int:
-    """The number of processes that hold a part of each block of a pipeline stage: one per host under Ray, else one.
+    """For a scheduler, the processes that hold a part of each block of a pipeline stage: one per host.
+
+    Raises:
+      ConfigError: as `count_hosts`; or the scheduler is that of a rank on one of several hosts that nobody has counted.
+    """
+    if count_ranks(vllm_config) == 1 or not _multihost_backend():
+        return count_hosts()
+    if _num_hosts_of_ranks is None:
+        raise ConfigError(
+            "tpu_offload: data-parallel ranks on several hosts need vLLM's plugin tpu_offload, which was not loaded: "
+            "install the package with pip in the environment of the engine, and name it in VLLM_PLUGINS if that is set"
+        )
+    return _num_hosts_of_ranks
+
+
+_num_hosts_of_ranks: int | None = None  # inherited by the schedulers of ranks, which are forked and must not ask Ray
+
+
+def count_hosts_of_ranks() -> int:
+    """As `count_hosts`; for the schedulers of ranks, too, which are forked afterwards (see `rank_hosts`)."""
+    global _num_hosts_of_ranks
+    _num_hosts_of_ranks = count_hosts()
+    return _num_hosts_of_ranks
+
+
+def count_hosts() -> int:
+    """The hosts of this engine: with Ray, the nodes of its cluster that have TPUs.
 
     Raises:
       ConfigError: a multi-host backend other than Ray.
     """
     backend = _multihost_backend()
-    # With ranks this is a forked child, which must not ask Ray; several hosts are refused then (`read_config`).
-    if not backend or count_ranks(vllm_config) > 1:
+    if not backend:
         return 1
     if backend != "ray":
         raise ConfigError(f"tpu_offload: TPU_MULTIHOST_BACKEND={backend}; expected ray or unset")

@@ -47,8 +47,8 @@ from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
+    count_hosts,
     count_ranks,
-    count_workers,
     num_stages,
     read_config,
     state_groups,
@@ -111,7 +111,7 @@ class WorkerSide:
         self.close()
         vllm_config = runner.vllm_config
         config = read_config(vllm_config, runner.kv_cache_config)
-        check_workers(count_workers(vllm_config), num_processes=jax.process_count())
+        check_workers(count_hosts(), num_processes=jax.process_count())
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = _describe_caches(runner)

@@ -1,0 +1,83 @@
+"""Data-parallel ranks on several hosts in the real engine: each rank's KV is on the device of one of two hosts.
+
+Hosts as in `test_hosts`: processes with a real tpu-inference worker each, and a stand-in for Ray's executor, which
+joins the outputs of connectors as vLLM's executors do.
+"""
+
+import pytest
+
+from tests.adapters.llm_client import Process, conversations, ours, tokens
+
+pytestmark = pytest.mark.slow
+
+RANKS = {
+    "tensor_parallel_size": 2,
+    "additional_config": {"sharding": {"sharding_strategy": {"enable_dp_attention": True, "attn_dp_size": 2}}},
+    "num_gpu_blocks_override": 60,  # of both ranks
+}
+TURNS = conversations()
+AGAIN = [{"do": "forget"}, *TURNS]
+CONNECTOR = ours(num_cpu_chunks=64, host_segment_gb=2e-4)  # host 1 has memory for fewer
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory, kept_vllm):
+    settings = {"TPU_MULTIHOST_BACKEND": "ray", "NEW_MODEL_DESIGN": "1", "DP_SCHED_BATCH_PREFILL": "0"}
+    process = Process(
+        tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings_of_another() | settings, module="hosts_runs"
+    )
+    yield process
+    process.close()
+
+
+def answers(outcome):
+    assert not outcome["error"]
+    return [step["tokens"] for step in outcome["steps"] if isinstance(step, dict) and "tokens" in step]
+
+
+def stats(outcome):
+    return [step for step in outcome["steps"] if isinstance(step, dict) and "ranks" in step]
+
+
+def of_ranks(stat, name):
+    return [rank[name] for rank in stat["ranks"]]
+
+
+def test_both_ranks_load_what_only_their_host_has(hosts):
+    """With copies that fail on one host, a worker that is started anew, and a host that dies."""
+    expected = answers(hosts.run({"engine": RANKS, "steps": TURNS}))
+    steps = [
+        *(*TURNS, *AGAIN, {"do": "drain"}, {"do": "stats"}),
+        {"do": "fail", "host": 1, "rates": {"load": 0.3, "save": 0.2, "slow": 0.5}},
+        *(*AGAIN, {"do": "drain"}, {"do": "stats"}),
+        {"do": "restart", "host": 1},
+        *(*AGAIN, *AGAIN, {"do": "drain"}, {"do": "stats"}),
+        {"do": "kill", "host": 1},
+    ]
+    outcome = hosts.run({"engine": RANKS, "connector": CONNECTOR, "steps": steps})
+    assert answers(outcome) == 5 * expected
+    right, failed, restarted = stats(outcome)
+    assert min(of_ranks(right, "loaded_blocks")) > 10
+    assert of_ranks(right, "num_failed_jobs") == [0, 0]
+    larger, smaller = right["num_host_chunks_of"]
+    assert of_ranks(right, "num_host_chunks") == [smaller, smaller]
+    assert larger > smaller
+    assert min(of_ranks(failed, "num_failed_jobs")) > 0, "one program copies for both ranks"
+    assert of_ranks(restarted, "num_worker_restarts") == [1, 1]
+    assert min(of_ranks(restarted, "loaded_blocks")) > max(of_ranks(failed, "loaded_blocks"))
+    assert outcome["steps"][-1] == "HostsError: host 1 of 2 has died (SIGKILL)"
+
+
+def test_latents_come_from_the_host_tiers(hosts):
+    documents = {"do": "chat", "said": {f"document {i}": tokens(f"document {i}", 200) for i in range(4)}}
+    steps = [documents, {"do": "forget"}, documents]
+    engine = RANKS | {"block_size": 32}
+    expected = answers(hosts.run({"model": "deepseek", "engine": engine, "steps": steps}))
+    steps = [documents, {"do": "drain"}, {"do": "forget"}, documents, {"do": "stats"}]
+    steps += [{"do": "shuffle_host_memory"}, {"do": "forget"}, documents]
+    outcome = hosts.run({"model": "deepseek", "engine": engine, "connector": CONNECTOR, "steps": steps})
+    *got, shuffled = answers(outcome)
+    assert got == expected
+    assert outcome["steps"][3]["cached"] == [192] * 4
+    assert of_ranks(stats(outcome)[0], "loaded_blocks") == [12, 12]
+    assert all(a != b for a, b in zip(shuffled, expected[0], strict=True)), "the bytes come from the host tiers"

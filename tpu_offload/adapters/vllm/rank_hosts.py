@@ -1,0 +1,73 @@
+"""Data-parallel ranks on several hosts: joins what the hosts report, which tpu-inference 0.32 does not.
+
+vLLM's executors join the outputs of the connectors of several workers if the engine's scheduler has a connector. With
+ranks, the schedulers that have one are in forked processes: the engine has a `DPScheduler` without, and passes on the
+output of one host. The copies of the others would never be acknowledged. Here the `DPScheduler` gets what the engine
+asks it for: the number of workers that report.
+
+It also counts the hosts, which forked processes cannot: they must not ask Ray.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any, final
+
+from vllm.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MODULE_PATH = "tpu_offload.adapters.vllm"
+
+
+@final
+class ReportingWorkers:
+    """In place of the connector of the engine's scheduler: all that vLLM asks it.
+
+    Args:
+      num_workers: workers that report each step.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+
+    def get_finished_count(self) -> int:
+        """As in `TPUOffloadConnector`."""
+        return self._num_workers
+
+
+def join_reports_of_hosts(*, names: frozenset[str]) -> None:
+    """Has engines with ranks on several hosts join the reports of all hosts. Called in each process of vLLM.
+
+    Args:
+      names: of this connector, if it has no module path.
+    """
+    original = SchedulerConfig.get_scheduler_cls
+    if hasattr(original, "__wrapped__"):  # a process may load plugins more than once
+        return
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: SchedulerConfig) -> Any:
+        found = original(self)
+        return _joining(found, names) if found.__name__ == "DPScheduler" else found
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+
+
+@functools.cache
+def _joining(base: Any, names: frozenset[str]) -> Any:
+    """tpu-inference's `DPScheduler`, which counts hosts before it forks and says how many workers report."""
+
+    class JoiningScheduler(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
+            from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks
+
+            settings = vllm_config.kv_transfer_config
+            is_ours = settings is not None and (
+                settings.kv_connector_module_path == _MODULE_PATH or settings.kv_connector in names
+            )
+            num_hosts = count_hosts_of_ranks() if is_ours else 1
+            super().__init__(*args, vllm_config=vllm_config, **kwargs)
+            if num_hosts > 1:
+                self.connector = ReportingWorkers(num_hosts)
+
+    return JoiningScheduler
