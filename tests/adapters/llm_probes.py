@@ -80,16 +80,24 @@ class FedTokens:
 
 def shuffle_host_memory(worker: Any, group: int | None = None) -> None:
     """Moves the contents of every block in the host pool, of a page group or of all, to the next one."""
-    import jax
-    import numpy as np
-
     groups = tier_groups(worker)
     for copies in groups if group is None else [groups[group]]:
         pool = copies.memory.arena
         pool.wait_until_allocated()
         for i, segment in enumerate(pool._segments):
-            moved = [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment]
-            pool.replace(i, moved)
+            pool.replace(i, [_rolled(part) for part in segment])
+
+
+def _rolled(part: Any) -> Any:
+    """Moves the rows on each device of this process to the next place."""
+    import jax
+    import numpy as np
+
+    shards = [
+        jax.device_put(np.roll(np.asarray(shard.data), 1, axis=0), shard.data.sharding)
+        for shard in part.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
 
 
 def break_loads(worker: Any, times: int, method: str = "load", group: int = 0) -> None:

@@ -114,3 +114,18 @@ def test_another_engine_finds_what_both_hosts_have_in_files(plain, hosts, tmp_pa
     assert (before["num_failed_jobs"], after["num_failed_jobs"]) == (0, 0)
     cached = [sum(sum(step["cached"]) for step in run["steps"] if step and "cached" in step) for run in (one, other)]
     assert cached[1] > cached[0]
+
+
+@pytest.mark.parametrize("model", ["gemma3", "gemma4"])
+def test_sliding_windows_and_pages_of_two_shapes(hosts, model):
+    engine = ENGINE | {"num_gpu_blocks_override": 60}
+    spec = {"model": model, "engine": engine}
+    expected = [step["tokens"] for step in hosts.run(spec | {"steps": TURNS})["steps"]]
+    connector = ours(num_cpu_chunks=96, host_segment_gb=2e-4)
+    steps = [*TURNS, {"do": "drain"}, *AGAIN, {"do": "stats"}]
+    outcome = hosts.run(spec | {"connector": connector, "steps": steps})
+    assert [step["tokens"] for step in outcome["steps"] if step and "tokens" in step] == 2 * expected
+    end = outcome["steps"][-1]
+    assert end["loaded_blocks"] > 0
+    assert end["num_failed_jobs"] == 0
+    assert (end["num_window_chunks"] > 0) == (model == "gemma3")

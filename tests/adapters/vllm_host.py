@@ -60,6 +60,8 @@ def main() -> None:
 
     # On a TPU host the devices of the CPU backend are its own; here the first ones are those of host 0.
     utils._cpu_mesh = jax.sharding.Mesh(jax.local_devices()[:1], ("cpu",))
+    all_devices = jax.devices
+    jax.devices = lambda backend=None: jax.local_devices() if backend == "cpu" else all_devices(backend)
     tpu_worker.get_device_topology_order_id = lambda local, all_devices: host  # CPU devices have no coordinates
     if available_nbytes:
         from tpu_offload.worker import worker as library
