@@ -69,15 +69,15 @@ def test_both_ranks_load_what_only_their_host_has(hosts):
 
 
 def test_latents_come_from_the_host_tiers(hosts):
-    documents = {"do": "chat", "said": {f"document {i}": tokens(f"document {i}", 200) for i in range(4)}}
-    steps = [documents, {"do": "forget"}, documents]
-    engine = RANKS | {"block_size": 32}
-    expected = answers(hosts.run({"model": "deepseek", "engine": engine, "steps": steps}))
+    documents = {"do": "chat", "said": {f"document {i}": tokens(f"document {i}", 300) for i in range(4)}}
+    spec = {"model": "deepseek", "engine": RANKS | {"block_size": 128, "max_model_len": 512}}
+    expected = answers(hosts.run(spec | {"steps": [documents, {"do": "forget"}, documents]}))
     steps = [documents, {"do": "drain"}, {"do": "forget"}, documents, {"do": "stats"}]
+    # A segment has blocks of two documents, which change places.
     steps += [{"do": "shuffle_host_memory"}, {"do": "forget"}, documents]
-    outcome = hosts.run({"model": "deepseek", "engine": engine, "connector": CONNECTOR, "steps": steps})
+    outcome = hosts.run(spec | {"connector": ours(num_cpu_chunks=64, host_segment_gb=6e-4), "steps": steps})
     *got, shuffled = answers(outcome)
     assert got == expected
-    assert outcome["steps"][3]["cached"] == [192] * 4
-    assert of_ranks(stats(outcome)[0], "loaded_blocks") == [12, 12]
-    assert sum(a != b for a, b in zip(shuffled, expected[0], strict=True)) >= 2, "the bytes come from the host tiers"
+    assert outcome["steps"][3]["cached"] == [256] * 4
+    assert of_ranks(stats(outcome)[0], "loaded_blocks") == [4, 4]
+    assert all(a != b for a, b in zip(shuffled, expected[0], strict=True)), "the bytes come from the host tiers"
