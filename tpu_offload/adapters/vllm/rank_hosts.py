@@ -50,14 +50,14 @@ def join_reports_of_hosts(*, names: frozenset[str]) -> None:
         found = original(self)
         return _joining(found, names) if found.__name__ == "DPScheduler" else found
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign, unused-ignore]
 
 
 @functools.cache
 def _joining(base: Any, names: frozenset[str]) -> Any:
     """tpu-inference's `DPScheduler`, which counts hosts before it forks and says how many workers report."""
 
-    class JoiningScheduler(base):  # type: ignore[misc]
+    class JoiningScheduler(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
             from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks
 
