@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tests.adapters.llm_probes import break_loads, count_calls, lose_caches, shuffle_host_memory
+from tests.adapters.llm_probes import break_loads, break_reads, count_calls, lose_caches, shuffle_host_memory
 from tests.adapters.llm_runs import EngineRun, main
 
 
@@ -56,6 +56,10 @@ class StageRun(EngineRun):
 
     def lose_caches(self, skip: list[int], stage: int, method: str = "load") -> None:  # type: ignore[override]
         self._in_stages(_in_one_stage, stage, lose_caches, skip, method)
+
+    def break_reads(self, times: int, stage: int) -> None:
+        """Has the next reads of storage fail in this stage."""
+        self._in_stages(_in_one_stage, stage, break_reads, times)
 
 
 # These run in the processes of the stages; `wrapper` is vLLM's wrapper of tpu-inference's worker.
