@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_MODULE_PATH = "tpu_offload.adapters.vllm"
+
 
 def let_stages_start(connector_name: str) -> None:
     """Has vLLM skip the exchange of `engine_id` where it would fail, with this connector; idempotent.
@@ -33,9 +35,7 @@ def let_stages_start(connector_name: str) -> None:
     def sync(vllm_config: "VllmConfig") -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        is_ours = transfer.kv_connector == connector_name or (transfer.kv_connector_module_path or "").startswith(
-            "tpu_offload"
-        )
+        is_ours = transfer.kv_connector == connector_name or transfer.kv_connector_module_path == _MODULE_PATH
         if is_ours and vllm_config.parallel_config.pipeline_parallel_size > 1:
             from vllm.distributed.parallel_state import get_pp_group
 
