@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 from typing import Any
@@ -134,6 +135,19 @@ def lose_caches(worker: Any, skip: list[int], method: str = "load", group: int =
         raise RuntimeError("made to fail")
 
     setattr(copier, method, fail)
+
+
+def break_reads(worker: Any, times: int) -> None:
+    """Has the next reads of the nearest storage tier fail."""
+    tier, numbers = worker._storage.tiers[0]._io.tier, itertools.count()
+    read = tier.read
+
+    def fail(*args: Any) -> None:
+        if next(numbers) < times:  # several threads read
+            raise OSError("made to fail")
+        read(*args)
+
+    tier.read = fail
 
 
 class EventRecorder:

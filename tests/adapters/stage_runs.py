@@ -10,8 +10,16 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tests.adapters.llm_probes import break_loads, count_calls, lose_caches, shuffle_host_memory
+from tests.adapters.llm_probes import (
+    break_loads,
+    break_reads,
+    count_calls,
+    lose_caches,
+    set_random_weights,
+    shuffle_host_memory,
+)
 from tests.adapters.llm_runs import EngineRun, main
+from tests.inside import tier_groups
 
 
 class StageRun(EngineRun):
@@ -48,6 +56,10 @@ class StageRun(EngineRun):
 
     # Steps.
 
+    def set_random_weights(self) -> None:
+        """As in engines without stages; without this step they have those on disk, or vLLM's dummy weights."""
+        self._in_stages(_set_random_weights)
+
     def shuffle_host_memory(self, stage: int) -> None:  # type: ignore[override]
         self._in_stages(_in_one_stage, stage, shuffle_host_memory)
 
@@ -56,6 +68,10 @@ class StageRun(EngineRun):
 
     def lose_caches(self, skip: list[int], stage: int, method: str = "load") -> None:  # type: ignore[override]
         self._in_stages(_in_one_stage, stage, lose_caches, skip, method)
+
+    def break_reads(self, times: int, stage: int) -> None:
+        """Has the next reads of storage fail in this stage."""
+        self._in_stages(_in_one_stage, stage, break_reads, times)
 
 
 # These run in the processes of the stages; `wrapper` is vLLM's wrapper of tpu-inference's worker.
@@ -66,6 +82,10 @@ def _in_one_stage(wrapper: Any, stage: int, function: Callable[..., Any], *args:
 
     if wrapper.worker.rank == stage:
         function(get_kv_transfer_group().worker_side.worker, *args)
+
+
+def _set_random_weights(wrapper: Any) -> None:
+    set_random_weights(wrapper.worker.model_runner)
 
 
 def _count_transfers(wrapper: Any) -> None:
@@ -96,6 +116,7 @@ def _state_of_stage(wrapper: Any) -> dict[str, Any]:
         side = get_kv_transfer_group().worker_side
         state["has_flights"] = side.worker.has_flights
         state["num_host_chunks"] = side.worker.num_host_chunks
+        state["num_page_groups"] = len(tier_groups(side.worker))
         state["num_unreported_loads"] = len(side._unreported_loads)
     return state
 

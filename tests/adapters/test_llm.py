@@ -74,6 +74,7 @@ MIXED_SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "staged": ({}, STAGED),
     "async scheduling, answers saved": (ASYNC, {"decode_save": True}),
     "two devices": ({"tensor_parallel_size": 2}, {"num_cpu_chunks": 60}),
+    "no prefix caching": ({"enable_prefix_caching": False}, {"decode_save": True}),
 }
 
 

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.adapters.llm_client import Process, conversations, ours, tokens
+from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
+from tests.adapters.test_llm import assert_nothing_leaked
 from tests.storage.memory_tier import SHARED
 
 pytestmark = pytest.mark.vllm
@@ -86,6 +88,35 @@ def test_sliding_windows_and_states_of_both_ranks(ranked, model, num_saved):
     for name in ("num_blocks", "num_rows"):
         assert len({rank[name] for outcome in (plain, ours_) for rank in outcome["end"]["ranks"]}) == 1
     check_end(ours_)
+
+
+def test_pages_of_two_shapes_on_both_ranks(ranked):
+    """With few blocks and a small host tier; with async scheduling, loads of pages of one shape fail on both ranks."""
+    first, second, third = conversations(max_tokens=20)
+    empty_hbm, broken = {"do": "reset_hbm"}, {"do": "break_loads", "times": 2, "group": 1}
+    model = {"model": "gemma4"}
+    plain = ranked.run(model | {"engine": MANY | {"tensor_parallel_size": 2}, "steps": [first, second, third]})
+    for is_async, steps in (
+        (False, [first, empty_hbm, second, empty_hbm, third]),
+        (True, [first, empty_hbm, broken, second, empty_hbm, third]),
+    ):
+        engine = FEW | {"tensor_parallel_size": 2, "async_scheduling": is_async}
+        outcome = ranked.run(
+            model | {"engine": engine, "connector": ours(decode_save=True, num_cpu_chunks=24), "steps": steps}
+        )
+        assert answers(outcome) == answers(plain)
+        assert outcome["end"]["num_page_groups"] == 2
+        assert min(stats(outcome, "loaded_blocks")) > 10
+        assert min(stats(outcome, "num_evicted_chunks")) > 0, "the host tier was full"
+        assert (sum(stats(outcome, "num_failed_jobs")) > 0) == is_async
+        assert sum(rank["num_preemptions"] for rank in outcome["end"]["ranks"]) > 0
+        check_end(outcome)
+
+
+def test_ranks_without_prefix_caching_are_refused(ranked):
+    engine = MANY | NO_PREFIX_CACHE
+    outcome = ranked.run({"model": MODEL, "engine": engine, "connector": ours(), "steps": []})
+    assert "prefix caching is off with 2 data-parallel ranks in one engine" in outcome["error"]
 
 
 @pytest.mark.parametrize("model", [MODEL, "gemma3", "qwen3.5", "deepseek"])
@@ -246,6 +277,22 @@ def test_conversations_of_a_model_with_latents(ranked):
     assert min(stats(outcome, "num_evicted_chunks")) > 0, "the host tier was full"
     assert sum(rank["num_preemptions"] for rank in outcome["end"]["ranks"]) > 0
     check_end(outcome)
+
+
+def test_latents_on_one_device_with_and_without_prefix_caching(ranked):
+    """One rank is an engine without ranks: it has vLLM's own scheduler."""
+    steps, only_rank = conversations(max_tokens=20), {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
+    engine = {"additional_config": only_rank, "block_size": 32, "num_gpu_blocks_override": 200}
+    plain = ranked.run({"model": "deepseek", "engine": engine, "steps": steps})
+    engine["num_gpu_blocks_override"] = 10
+    for changes in ({}, NO_PREFIX_CACHE):
+        connector = ours(decode_save=True, num_cpu_chunks=12)
+        outcome = ranked.run({"model": "deepseek", "engine": engine | changes, "connector": connector, "steps": steps})
+        assert answers(outcome) == answers(plain)
+        assert_nothing_leaked(outcome)
+        assert outcome["end"]["stats"]["loaded_blocks"] > 5
+        assert outcome["end"]["stats"]["num_evicted_chunks"] > 0, "the host tier was full"
+        assert outcome["end"]["num_preemptions"] > 0
 
 
 def test_latents_get_as_many_blocks_as_without_a_connector(ranked):

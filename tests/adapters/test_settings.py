@@ -25,7 +25,8 @@ from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm import settings
-from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
+from tpu_offload.adapters.vllm.names import CONNECTOR_NAME
+from tpu_offload.adapters.vllm.plugin import register
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
@@ -47,6 +48,8 @@ def config(**changes):
         setattr(vllm_config.kv_transfer_config, name, value)
     for name, value in changes.pop("parallel", {}).items():
         setattr(vllm_config.parallel_config, name, value)
+    for name, value in changes.pop("caches", {}).items():
+        setattr(vllm_config.cache_config, name, value)
     for name, value in changes.items():
         setattr(vllm_config, name, value)
     return vllm_config
@@ -133,6 +136,10 @@ STAGES = {"parallel": {"pipeline_parallel_size": 2}}
             {"sharding_config": Sharding(), "transfer": {"kv_connector_extra_config": {"sync_load": True}}},
             "TPU_OFFLOAD_SYNC_LOAD=1 with 4 data-parallel ranks",
         ),
+        (
+            {"sharding_config": Sharding(), "caches": {"enable_prefix_caching": False}},
+            "prefix caching is off with 4 data-parallel ranks .*; set --enable-prefix-caching",
+        ),
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
     ],
 )
@@ -143,6 +150,16 @@ def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, message
         KVConnectorFactory.create_connector(config(**changes), role, kv_cache_config(8))
     assert re.search(message, str(e.value))
     assert "\n" not in str(e.value)
+
+
+def test_the_scheduler_of_ranks_still_has_no_connector():
+    """Why ranks need prefix caching. If this fails, vLLM may hash blocks for them without."""
+    import inspect
+
+    from tpu_inference.core.sched.dp_scheduler import DPScheduler
+
+    assert "self.connector = None" in inspect.getsource(DPScheduler.__init__)
+    assert "get_kv_connector" not in vars(DPScheduler)
 
 
 def sliding(block_size=BLOCK_SIZE):

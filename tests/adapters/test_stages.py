@@ -3,6 +3,9 @@
 Each engine serves many steps, because its start takes longer than they do.
 """
 
+import shutil
+from typing import Any
+
 import pytest
 
 from tests.adapters.llm_client import Process, conversations, ours
@@ -12,6 +15,7 @@ pytestmark = pytest.mark.vllm
 
 STAGES = {"pipeline_parallel_size": 2, "load_format": "auto"}
 LONG_ANSWERS = conversations(max_tokens=40)[:1]
+BLOCK_NBYTES = 3 * 16384  # of three layers, in both stages
 DRIVE = {"do": "drive", "prompts": PROMPTS, "abort": {}}
 
 
@@ -115,3 +119,97 @@ def test_each_stage_loads_its_own_layers(stages):
     assert [stage["num_host_chunks"] for stage in outcome["end"]["stages"]] == [num_chunks] * 2
     assert stats["num_host_chunks"] == num_chunks
     assert stats["saved_nbytes"] == stats["saved_blocks"] * 2 * 32768
+
+
+# By model: engine, environment, layers of each stage, page groups of each stage.
+PYTORCH_MODELS: dict[str, tuple[dict[str, Any], dict[str, str], tuple[int, int], tuple[int, int]]] = {
+    "gemma4": ({}, {"MODEL_IMPL_TYPE": "vllm", "VLLM_PP_LAYER_PARTITION": "3,1"}, (3, 1), (2, 1)),
+    "gemma3": ({"disable_hybrid_kv_cache_manager": True}, {}, (3, 3), (1, 1)),
+    "deepseek": (
+        {
+            "block_size": 32,
+            "num_gpu_blocks_override": 16,
+            "additional_config": {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}},
+        },
+        {"NEW_MODEL_DESIGN": "1"},
+        (1, 1),
+        (1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PYTORCH_MODELS)
+def test_models_that_tpu_inference_runs_with_pytorch(stages, model):
+    """Pages of two shapes, of which one stage has only one; windows in one group; latents on one device a stage."""
+    changes, env, num_layers, num_page_groups = PYTORCH_MODELS[model]
+    spec = {"model": model, "env": env, "engine": STAGES | {"load_format": "dummy"} | changes}
+    weights, chats = {"do": "set_random_weights"}, conversations()
+    plain = stages.run(spec | {"engine": spec["engine"] | NO_PREEMPTION, "steps": [weights, *chats, GENERATE]})
+    broken = {"do": "break_loads", "stage": 1, "times": 2}
+    shuffle = {"do": "shuffle_host_memory", "stage": 1}
+    steps = [weights, *chats, GENERATE, *EMPTY_HBM, GENERATE, *EMPTY_HBM, broken, GENERATE]
+    connector = ours(decode_save=True, breaker_retry_s=0.01)
+    outcome = stages.run(
+        spec | {"connector": connector, "steps": [*steps, *EMPTY_HBM, shuffle, GENERATE, {"do": "drain"}]}
+    )
+    assert outcome["error"] is None
+    *got, wrong = answers(outcome)
+    *chatted, generated = answers(plain)
+    assert got == [*chatted, generated, generated, generated]
+    assert sum(a != b for a, b in zip(generated, wrong, strict=True)) > len(generated) / 2
+    assert min(outcome["steps"][7]["cached"]) >= 64
+    assert outcome["end"]["stats"]["loaded_tokens"] > 500
+    assert_nothing_leaked(outcome, failed=True)
+    assert_stages_are_idle(outcome, num_layers=num_layers)
+    assert tuple(stage["num_page_groups"] for stage in outcome["end"]["stages"]) == num_page_groups
+
+
+def test_tpu_inference_cannot_run_its_own_gemma_4_in_stages(stages):
+    """Without a connector: the second stage looks for its KV at the numbers of the whole model's layers."""
+    with pytest.raises(
+        pytest.fail.Exception, match=r"models/jax/gemma4.py(.*\n)*.*IndexError: list index out of range"
+    ):
+        stages.run({"model": "gemma4", "engine": STAGES | {"load_format": "dummy"}, "steps": [GENERATE]})
+
+
+def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_path):
+    """Each stage has files of its own. What one of them has lost, or cannot read, is computed in both."""
+    storage = {
+        "storage_tier": "file",
+        "storage_options": f"{tmp_path / 'kv'},min_free_gb=0",
+        "num_storage_chunks": 1000,
+        "storage_wait_s": 60.0,
+    }
+    settings = storage | {"num_cpu_chunks": 40, "decode_save": True}
+    drain, chats = {"do": "drain"}, conversations()
+    one = run(stages, [*chats, *LONG_ANSWERS, GENERATE, drain], **settings)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-1"]
+    steps = [
+        {"do": "generate", "prompts": PROMPTS[:4]},
+        {"do": "break_reads", "stage": 0, "times": 1},
+        {"do": "generate", "prompts": PROMPTS[4:5]},
+        {"do": "break_reads", "stage": 1, "times": 1},
+        {"do": "generate", "prompts": PROMPTS[5:]},
+    ]
+    other = run(stages, [*steps, *chats, *LONG_ANSWERS, drain], **settings)
+    shutil.rmtree(tmp_path / "kv" / "worker-1")
+    last = run(stages, [GENERATE, drain], **settings)
+
+    generated, chatted = right["generate"], [*right["chats"], right["long"]]
+    assert answers(one) == [*chatted, generated]
+    assert answers(other) == [generated[:4], generated[4:5], generated[5:], *chatted]
+    assert answers(last) == [generated]
+    found, (broken_0,), (broken_1,) = (step["cached"] for step in other["steps"][:5:2])
+    assert found == [80] * 4
+    assert 32 <= min(broken_0, broken_1) <= max(broken_0, broken_1) < 80, "the prefix of all and what precedes the hole"
+    for outcome, has_failed in ((one, False), (other, True), (last, False)):
+        assert_nothing_leaked(outcome, failed=has_failed)
+        assert_stages_are_idle(outcome)
+    assert min(outcome["end"]["num_preemptions"] for outcome in (one, other)) > 0
+    stored, promoted, lost = (outcome["end"]["stats"] for outcome in (one, other, last))
+    assert stored["cascaded_nbytes"] == stored["cascaded_chunks"] * BLOCK_NBYTES > 0
+    assert promoted["restored_chunks"] == stored["num_stored_chunks"] > 0
+    assert promoted["promoted_nbytes"] == promoted["promoted_chunks"] * BLOCK_NBYTES > 0
+    assert promoted["loaded_tokens"] > stored["loaded_tokens"] > 0
+    assert promoted["failed_storage_chunks"] == 2
+    assert lost["restored_chunks"] == lost["loaded_tokens"] == 0

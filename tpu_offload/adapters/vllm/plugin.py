@@ -2,17 +2,18 @@
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from tpu_offload.adapters.vllm.names import CONNECTOR_NAME, MODULE_PATH
 from tpu_offload.adapters.vllm.rank_hosts import join_reports_of_hosts
-
-CONNECTOR_NAME = "TPUHostOffloadConnector"
-"""Differs from tpu-inference's `TPUOffloadConnector`, which may be registered as well."""
+from tpu_offload.adapters.vllm.stage_start import let_stages_start
 
 
 def register() -> None:
-    """Registers the connector by name, so that `--kv-transfer-config` needs no module path; see also `rank_hosts`.
+    """Registers the connector by name, so that `--kv-transfer-config` needs no module path; idempotent.
 
-    On TPU, tpu-inference 0.32 accepts only its own four names: use the module path there (docs/vllm.md).
+    On TPU, tpu-inference 0.32 accepts only its own four names: use the module path there (docs/vllm.md). For engines with
+    this connector, by name or by module path, it also works around what must be done before vLLM makes any connector.
     """
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # a process may load plugins more than once
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "tpu_offload.adapters.vllm", "TPUOffloadConnector")
-    join_reports_of_hosts(names=frozenset({CONNECTOR_NAME}))
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, MODULE_PATH, "TPUOffloadConnector")
+    join_reports_of_hosts()
+    let_stages_start()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm.config import SchedulerConfig
 
+from tpu_offload.adapters.vllm.names import has_this_connector
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_MODULE_PATH = "tpu_offload.adapters.vllm"
 
 
 @final
@@ -35,11 +35,10 @@ class ReportingWorkers:
         return self._num_workers
 
 
-def join_reports_of_hosts(*, names: frozenset[str]) -> None:
-    """Has engines with ranks on several hosts join the reports of all hosts. Called in each process of vLLM.
+def join_reports_of_hosts() -> None:
+    """Has engines with this connector and ranks on several hosts join the reports of all hosts; idempotent.
 
-    Args:
-      names: of this connector, if it has no module path.
+    Called in every process of vLLM, before it makes schedulers.
     """
     original = SchedulerConfig.get_scheduler_cls
     if hasattr(original, "__wrapped__"):  # a process may load plugins more than once
@@ -48,24 +47,20 @@ def join_reports_of_hosts(*, names: frozenset[str]) -> None:
     @functools.wraps(original)
     def get_scheduler_cls(self: SchedulerConfig) -> Any:
         found = original(self)
-        return _joining(found, names) if found.__name__ == "DPScheduler" else found
+        return _joining(found) if found.__name__ == "DPScheduler" else found
 
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign, unused-ignore]
 
 
 @functools.cache
-def _joining(base: Any, names: frozenset[str]) -> Any:
+def _joining(base: Any) -> Any:
     """tpu-inference's `DPScheduler`, which counts hosts before it forks and says how many workers report."""
 
     class JoiningScheduler(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
             from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks
 
-            settings = vllm_config.kv_transfer_config
-            is_ours = settings is not None and (
-                settings.kv_connector_module_path == _MODULE_PATH or settings.kv_connector in names
-            )
-            num_hosts = count_hosts_of_ranks() if is_ours else 1
+            num_hosts = count_hosts_of_ranks() if has_this_connector(vllm_config) else 1
             super().__init__(*args, vllm_config=vllm_config, **kwargs)
             if num_hosts > 1:
                 self.connector = ReportingWorkers(num_hosts)

@@ -101,6 +101,7 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
         )
     yield from _problems_of_parallelism(vllm_config)
     yield from _problems_of_ranks(vllm_config, config)
+    yield from _problems_of_hashes(vllm_config)
     if num_stages(vllm_config) > 1:
         yield from _problems_of_stages(vllm_config, num_groups=num_groups, config=config)
     additional = vllm_config.additional_config
@@ -240,6 +241,17 @@ def _problems_of_ranks(vllm_config: "VllmConfig", config: OffloadConfig) -> Iter
         yield (
             f"TPU_OFFLOAD_STORAGE_TIER={';'.join(config.storage_tier)} with {what} on several hosts: storage is not "
             "supported there; unset it, or run one engine on each host"
+        )
+
+
+def _problems_of_hashes(vllm_config: "VllmConfig") -> Iterator[str]:
+    num_ranks = count_ranks(vllm_config)
+    # Without prefix caching vLLM hashes blocks only if its scheduler has a connector. That of ranks has none: each rank
+    # has one, in a process of its own, where requests arrive with or without hashes.
+    if num_ranks > 1 and not vllm_config.cache_config.enable_prefix_caching:
+        yield (
+            f"prefix caching is off with {num_ranks} data-parallel ranks in one engine: vLLM then hashes no blocks for "
+            "them, so nothing could be saved or found; set --enable-prefix-caching"
         )
 
 
