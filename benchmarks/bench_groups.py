@@ -66,6 +66,7 @@ CASES = (
     Case("a window of 8 blocks", 100, (8,)),
     Case("a window of 64 blocks", 100, (64,)),
     Case("2 windows of 64 blocks", 100, (64, 64)),
+    Case("5 windows of 8 blocks", 100, (8,) * 5),
     Case("5 windows of 64 blocks", 100, (64,) * 5),
     Case("states", 100, has_state=True),
     Case("2 windows, 100 blocks in all", 34, (33, 33)),

@@ -475,6 +475,36 @@ def test_the_plugin_registers_the_connector_once():
     assert KVConnectorFactory.get_connector_class(transfer).__name__ == "TPUOffloadConnector"
 
 
+class DPScheduler:
+    """In place of tpu-inference's, which forks."""
+
+    def __init__(self, vllm_config):
+        self.connector = None
+        self.num_workers = count_workers(vllm_config)  # what its forked schedulers ask
+
+
+@pytest.mark.parametrize(("is_ours", "num_hosts"), [(True, 3), (True, 1), (False, 3)])
+def test_reports_of_all_hosts_are_joined_for_ranks_with_this_connector(monkeypatch, is_ours, num_hosts):
+    import ray
+    from tpu_inference import envs
+    from vllm.platforms import current_platform
+
+    register()
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
+    monkeypatch.setattr(settings, "_num_hosts_of_ranks", None if is_ours else num_hosts)
+    node = {"Alive": True, "Resources": {current_platform.ray_device_key: 1.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node] * num_hosts)
+    vllm_config = make_config(num_blocks=8)
+    vllm_config.scheduler_config.scheduler_cls = DPScheduler
+    vllm_config.sharding_config = Sharding()
+    if not is_ours:
+        vllm_config.kv_transfer_config.kv_connector_module_path = "another"
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()(vllm_config=vllm_config)
+    assert scheduler.num_workers == num_hosts
+    joins = is_ours and num_hosts > 1
+    assert (scheduler.connector and scheduler.connector.get_finished_count()) == (num_hosts if joins else None)
+
+
 def test_tpu_inference_accepts_only_its_own_names():
     """Why TPU needs the module path. If this fails, docs/vllm.md can be updated."""
     import inspect

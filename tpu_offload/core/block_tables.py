@@ -152,6 +152,10 @@ def plain(ids: Ids) -> list[int]:
 
 def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     """The ids as a new list or array."""
+    if type(given) is list:  # nearly always
+        ids: Ids = _plain_ids(request_id, given[first:end])
+        if len(ids) == (len(given) if end is None else end) - first:
+            return ids
     check_sequence(request_id, given, "block ids")
     try:
         num_wanted = (len(given) if end is None else end) - first
@@ -159,7 +163,7 @@ def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     except Exception as e:
         raise _unreadable(request_id, "block ids", e) from e
     if type(items) is list:
-        ids: Ids = _plain_ids(request_id, items)
+        ids = _plain_ids(request_id, items)
     else:
         if items.ndim != 1 or items.dtype.kind not in "iu":
             raise RequestError(

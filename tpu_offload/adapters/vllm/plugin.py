@@ -10,8 +10,8 @@ from tpu_offload.adapters.vllm.stage_start import let_stages_start
 def register() -> None:
     """Registers the connector by name, so that `--kv-transfer-config` needs no module path; idempotent.
 
-    On TPU, tpu-inference 0.32 accepts only its own four names: use the module path there (docs/vllm.md). For engines with
-    this connector, by name or by module path, it also works around what must be done before vLLM makes any connector.
+    On TPU, tpu-inference 0.32 accepts only its own four names: use the module path there (docs/vllm.md). What engines
+    with this connector need before vLLM makes any connector is also done here.
     """
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # a process may load plugins more than once
         KVConnectorFactory.register_connector(CONNECTOR_NAME, MODULE_PATH, "TPUOffloadConnector")
