@@ -115,7 +115,7 @@ class ChunkIndex:
     def use_counts(self) -> tuple[int, int, int]:
         """With states: `num_requests`, `num_free_slots` and `num_free_state_slots`, in one call because it is hot."""
         assert self._ages is not None
-        return self._ages.now, len(self._slots.free), len(self._state_slots.free)
+        return self._ages.now, self._slots.free.num, self._state_slots.free.num
 
     @property
     def num_quarantined_slots(self) -> int:

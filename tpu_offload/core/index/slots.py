@@ -11,15 +11,18 @@ class FreeSlots:
     """Free slots: the last one evicted from is handed out first, then the lowest of those never used.
 
     Consecutive slots are kept as ranges, so that adding or taking a million of them is O(1).
+
+    Attributes:
+      num: their number.
     """
 
     def __init__(self) -> None:
         self._stack: list[int] = []  # handed out from its end, before all others
         self._others: deque[range] = deque()  # handed out from the left
-        self._num_others = 0
+        self.num = 0
 
     def __len__(self) -> int:
-        return len(self._stack) + self._num_others
+        return self.num
 
     def __iter__(self) -> Iterator[int]:
         """In the order in which they are handed out."""
@@ -32,14 +35,14 @@ class FreeSlots:
         stack = self._stack
         if not num_slots:
             return []
+        num_slots = min(num_slots, self.num)
+        self.num -= num_slots
         if num_slots <= len(stack):
-            taken = stack[: -num_slots - 1 : -1]
-            del stack[-num_slots:]
+            taken = stack[len(stack) - num_slots :][::-1]
+            del stack[len(stack) - num_slots :]
             return taken
         taken = stack[::-1]
         stack.clear()
-        num_slots = min(num_slots, len(taken) + self._num_others)
-        self._num_others -= num_slots - len(taken)
         while (num_left := num_slots - len(taken)) > 0:
             slots = self._others.popleft()
             taken += slots[:num_left]
@@ -50,18 +53,19 @@ class FreeSlots:
     def put_first(self, slots: list[int]) -> None:
         """Adds slots that are handed out before all others, the last one first."""
         self._stack += slots
+        self.num += len(slots)
 
     def put_last(self, slots: range) -> None:
         """Adds slots that are handed out after all others."""
         if slots:
             self._others.append(slots)
-            self._num_others += len(slots)
+            self.num += len(slots)
 
     def remove_from(self, first: int) -> list[range]:
         """Removes and returns all slots from `first` on. O(ranges + slots put first)."""
         removed = [range(slot, slot + 1) for slot in self._stack if slot >= first]
         self._stack = [slot for slot in self._stack if slot < first]
-        others, self._others, self._num_others = self._others, deque(), 0
+        others, self._others, self.num = self._others, deque(), len(self._stack)
         for slots in others:
             self.put_last(range(slots.start, min(slots.stop, first)))
             if slots.stop > first:
