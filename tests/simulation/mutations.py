@@ -496,15 +496,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a load lacks the first block of a window",
-        "LoadPlanner._window_ranges",
-        "_1 - num_blocks",
-        "_1 - num_blocks + 1",
+        "LoadPlanner._window_sizes",
+        "min(num_blocks, most)",
+        "min(num_blocks, most - 1)",
     ),
     Mutation(
         "a load copies a block before a window",
-        "LoadPlanner._window_ranges",
-        "_1 - num_blocks",
-        "_1 - num_blocks - 1",
+        "LoadPlanner._window_sizes",
+        "min(num_blocks, most)",
+        "min(num_blocks, most + 1)",
     ),
     Mutation(
         "a checkpoint lacks the first chunk of a window",

@@ -1,6 +1,8 @@
 """Data-parallel ranks: their plans in one, their bytes apart."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,9 +15,11 @@ from tests.jobs import copy_job, key_of, storage_job
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 from tests.worker.rank_lives import Lives
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadConfig, OffloadWorker, RankPlans
-from tpu_offload.kernels import part_of_rank
-from tpu_offload.types import JobKind, StepPlan, StepReport
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import BlockMoves, Flight, Phase, part_of_rank
+from tpu_offload.types import Direction, JobKind, StepPlan, StepReport
 from tpu_offload.worker import storage_stack
+from tpu_offload.worker.host_memory import check_copied
 
 
 def caches_of_ranks(num_ranks=4, num_blocks=8):
@@ -238,9 +242,37 @@ def test_the_rank_that_knows_least_decides_whether_the_plan_is_stale():
     assert RankPlans(2).merge(plans).cache_epochs == ((7, 0),)
 
 
+def test_each_host_compares_with_the_rank_that_knows_least_of_it():
+    plans = [StepPlan(step_id=1, cache_epochs=epochs) for epochs in (((7, 1), (9, 0)), ((7, 0), (9, 1)), ())]
+    assert RankPlans(3).merge(plans).cache_epochs == ((7, 0), (9, 0))
+
+
 def test_a_missing_rank_is_an_error():
     with pytest.raises(ValueError, match="plans of 1 data-parallel ranks; expected 2, one of each"):
         RankPlans(2).merge([StepPlan(step_id=1)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({0: (2, 2), 1: (1, 1)}, ""),
+        ({0: (2, 1), 1: (1, 1)}, "copied 2 of 3"),
+        ({0: (2, 2), 1: (0, 0)}, "copied 2 of 3"),
+    ],
+)
+def test_a_host_counts_what_each_of_its_devices_has_copied_for_its_ranks(counts, message):
+    """On several hosts: here ranks 0 and 1 of three, with two devices each."""
+    shards = [
+        SimpleNamespace(index=(slice(rank, rank + 1),), data=np.array([count]))
+        for rank, of_devices in counts.items()
+        for count in of_devices
+    ]
+    token = SimpleNamespace(is_fully_addressable=False, addressable_shards=shards)
+    ids = np.arange(5, dtype=np.int32)
+    moves = BlockMoves(np.zeros(5, np.int64), ids, ids, np.array([0, 0, 1, 2, 2], np.int32))
+    flight = Flight(Direction.SAVE, 0, moves, Phase.COPYING, token)
+    with pytest.raises(TransferError, match=message) if message else nullcontext():
+        check_copied(flight)
 
 
 # What is refused.

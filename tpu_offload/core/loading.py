@@ -85,8 +85,7 @@ class LoadPlanner:
         first_block = num_computed_tokens // self._block_size
         num_window_blocks = 0
         if checkpoint is not None:
-            windows = self._window_ranges(first_block, first_block + num_wanted)
-            num_window_blocks = sum(map(len, windows))
+            num_window_blocks = sum(self._window_sizes(num_wanted))
         num_blocks, num_staging_blocks = self._reserve(request, num_wanted, num_window_blocks, can_wait=can_wait)
         request.num_cut_load_blocks = num_wanted - num_blocks
         if not num_blocks:
@@ -176,9 +175,9 @@ class LoadPlanner:
         request.junction_chunk = most if most > boundary else 0
         return checkpoint, boundary
 
-    def _window_ranges(self, first_block: int, end_block: int) -> list[range]:
-        """Per window group, the blocks that a load of these blocks of the request needs."""
-        return [range(max(first_block, end_block - num_blocks), end_block) for num_blocks in self._window_blocks]
+    def _window_sizes(self, num_blocks: int) -> list[int]:
+        """Per window group, how many of the last of these blocks a load needs."""
+        return [min(num_blocks, most) for most in self._window_blocks]
 
     def _num_loadable(self, end_block: int, num_tokens: int) -> int:
         """Tokens in HBM once the blocks before `end_block` are loaded.
@@ -367,19 +366,20 @@ class LoadPlanner:
         if checkpoint is None:
             return []
         parts, size, first_slot = [], self._blocks_per_chunk, 0
-        for group_id, blocks, num_chunks in zip(
+        for group_id, num_blocks, num_chunks in zip(
             self._window_group_ids,
-            self._window_ranges(promise.first_block, end_block),
+            self._window_sizes(end_block - promise.first_block),
             checkpoint.num_pieces,
             strict=False,  # a state is the last piece
         ):
-            block_ids = self._read_held(request, tables[group_id], group_id, blocks)
+            first_block = end_block - num_blocks
+            block_ids = self._read_held(request, tables[group_id], group_id, first_block, end_block)
             first_chunk = end_block // size - num_chunks
             host_ids = host_blocks(
                 checkpoint.slots[first_slot : first_slot + num_chunks],
                 blocks_per_chunk=size,
-                first=blocks.start - first_chunk * size,
-                num_blocks=len(blocks),
+                first=first_block - first_chunk * size,
+                num_blocks=num_blocks,
             )
             first_slot += num_chunks
             if block_ids:
@@ -397,22 +397,21 @@ class LoadPlanner:
         group_id = self._state_group_id
         if promise.checkpoint is None or group_id is None:
             return []
-        row = self._read_held(request, tables[group_id], group_id, range(end_block - 1, end_block))
+        row = self._read_held(request, tables[group_id], group_id, end_block - 1, end_block)
         place = promise.checkpoint.slots[-1] - self._first_state
         return [CopyPart(group_id=group_id, block_ids=tuple(row), host_block_ids=(place,))]
 
-    def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, blocks: range) -> list[int]:
-        """The blocks of a table at these positions.
+    def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, first: int, end: int) -> list[int]:
+        """The blocks of a table from position `first` to `end - 1`.
 
         Raises:
           RequestError: the request does not hold one of them.
         """
-        block_ids = read_ids(request.request_id, table, blocks.start, blocks.stop)
+        block_ids = read_ids(request.request_id, table, first, end)
         if self._null_block in block_ids:
             raise RequestError(
                 f"request {request.request_id} has no block in layer group {group_id} at "
-                f"{blocks.start + block_ids.index(self._null_block)}; its load needs {blocks.start} to "
-                f"{blocks.stop - 1}"
+                f"{first + block_ids.index(self._null_block)}; its load needs {first} to {end - 1}"
             )
         return block_ids
 

@@ -212,9 +212,11 @@ def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
     """How many blocks were copied, and how many there are; only of ranks that this process has devices of."""
     if moves.ranks is None or token.is_fully_addressable:
         return int(np.sum(np.asarray(token))), len(moves)
-    counts = {shard.index[0].start or 0: shard.data for shard in token.addressable_shards}
-    num_copied = sum(int(np.asarray(count)[0]) for count in counts.values())
-    return num_copied, int(np.isin(moves.ranks, list(counts)).sum())
+    num_copied: dict[int, int] = {}
+    for shard in token.addressable_shards:
+        rank, count = shard.index[0].start or 0, int(np.asarray(shard.data)[0])
+        num_copied[rank] = min(count, num_copied.get(rank, count))  # that of the device that has copied fewest
+    return sum(num_copied.values()), int(np.isin(moves.ranks, list(num_copied)).sum())
 
 
 def error_line(error: BaseException) -> str:

@@ -56,13 +56,14 @@ class RankPlans:
                 of.begin(plan)
                 jobs += [self._given_id(job, of, rank) for job in plan.jobs]
                 cancelled += [of.ids[job_id] for job_id in plan.cancelled_job_ids if job_id in of.ids]
+        known = [plan.cache_epochs for plan in plans if plan.cache_epochs]
         self._merged = StepPlan(
             step_id=self._merged.step_id + 1,
             jobs=tuple(jobs),
             cancelled_job_ids=tuple(cancelled),
             next_job_id=self._next_id,
-            # Of the rank that knows least: if it was made for lost caches, none of the plans is run.
-            cache_epochs=min((plan.cache_epochs for plan in plans if plan.cache_epochs), default=()),
+            # Of each worker what the rank knows that knows least: if that is of lost caches, none of the plans is run.
+            cache_epochs=tuple(map(min, zip(*known, strict=False))),
         )
         return self._merged
 

@@ -14,6 +14,7 @@ MODULE_PATH = "tpu_offload.adapters.vllm"
 def has_this_connector(vllm_config: "VllmConfig") -> bool:
     """Whether an engine uses this connector."""
     transfer = vllm_config.kv_transfer_config
-    return transfer is not None and (
-        transfer.kv_connector == CONNECTOR_NAME or transfer.kv_connector_module_path == MODULE_PATH
-    )
+    if transfer is None:
+        return False
+    path = transfer.kv_connector_module_path or ""
+    return transfer.kv_connector == CONNECTOR_NAME or path == MODULE_PATH or path.startswith(f"{MODULE_PATH}.")

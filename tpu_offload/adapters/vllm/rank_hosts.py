@@ -40,8 +40,9 @@ def join_reports_of_hosts() -> None:
 
     Called in every process of vLLM, before it makes schedulers.
     """
-    original = SchedulerConfig.get_scheduler_cls
-    if hasattr(original, "__wrapped__"):  # a process may load plugins more than once
+    original = getattr(SchedulerConfig, "get_scheduler_cls", None)
+    # Another version of vLLM may not have it; and a process may load plugins more than once.
+    if original is None or hasattr(original, "by_tpu_offload"):
         return
 
     @functools.wraps(original)
@@ -49,6 +50,7 @@ def join_reports_of_hosts() -> None:
         found = original(self)
         return _joining(found) if found.__name__ == "DPScheduler" else found
 
+    get_scheduler_cls.by_tpu_offload = True  # type: ignore[attr-defined, unused-ignore]
     SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign, unused-ignore]
 
 
@@ -58,11 +60,12 @@ def _joining(base: Any) -> Any:
 
     class JoiningScheduler(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
-            from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks
+            from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks, multihost_backend
 
-            num_hosts = count_hosts_of_ranks() if has_this_connector(vllm_config) else 1
+            joins = has_this_connector(vllm_config) and multihost_backend() != ""
+            num_hosts = count_hosts_of_ranks() if joins else 1
             super().__init__(*args, vllm_config=vllm_config, **kwargs)
-            if num_hosts > 1:
+            if joins:  # for one host, too: Ray's executors rely on it
                 self.connector = ReportingWorkers(num_hosts)
 
     return JoiningScheduler

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
+from tpu_offload.adapters.vllm.names import MODULE_PATH
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -237,7 +238,7 @@ def _problems_of_ranks(vllm_config: "VllmConfig", config: OffloadConfig) -> Iter
             f"TPU_OFFLOAD_SYNC_LOAD=1 with {what}: their scheduler does not pass on that a step needs a load, which "
             "would come after it; unset it"
         )
-    if config.storage_tiers and _multihost_backend():
+    if config.storage_tiers and multihost_backend():
         yield (
             f"TPU_OFFLOAD_STORAGE_TIER={';'.join(config.storage_tier)} with {what} on several hosts: storage is not "
             "supported there; unset it, or run one engine on each host"
@@ -263,7 +264,7 @@ def count_ranks(vllm_config: "VllmConfig") -> int:
 def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: OffloadConfig) -> Iterator[str]:
     given = f"pipeline_parallel_size={num_stages(vllm_config)}"
     change = "set --pipeline-parallel-size 1"
-    backend = _multihost_backend()
+    backend = multihost_backend()
     if backend:
         yield f"{given} with TPU_MULTIHOST_BACKEND={backend}: stages on several hosts are not supported; {change}"
     if count_ranks(vllm_config) > 1:
@@ -296,7 +297,7 @@ def num_stages(vllm_config: "VllmConfig") -> int:
     return stages
 
 
-def _multihost_backend() -> str:
+def multihost_backend() -> str:
     """What joins the hosts of this engine; empty on one host."""
     try:
         from tpu_inference import envs
@@ -311,12 +312,13 @@ def count_workers(vllm_config: "VllmConfig") -> int:
     Raises:
       ConfigError: as `count_hosts`; or the scheduler is that of a rank on one of several hosts that nobody has counted.
     """
-    if count_ranks(vllm_config) == 1 or not _multihost_backend():
+    if count_ranks(vllm_config) == 1 or not multihost_backend():
         return count_hosts()
     if _num_hosts_of_ranks is None:
         raise ConfigError(
-            "tpu_offload: data-parallel ranks on several hosts need vLLM's plugin tpu_offload, which was not loaded: "
-            "install the package with pip in the environment of the engine, and name it in VLLM_PLUGINS if that is set"
+            "tpu_offload: data-parallel ranks on several hosts need vLLM's plugin tpu_offload, which has not counted "
+            "them: install the package with pip in the environment of the engine, name it in VLLM_PLUGINS if that is "
+            f"set, and use the connector by itself with kv_connector_module_path={MODULE_PATH}"
         )
     return _num_hosts_of_ranks
 
@@ -337,7 +339,7 @@ def count_hosts() -> int:
     Raises:
       ConfigError: a multi-host backend other than Ray.
     """
-    backend = _multihost_backend()
+    backend = multihost_backend()
     if not backend:
         return 1
     if backend != "ray":

@@ -24,8 +24,9 @@ def let_stages_start() -> None:
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    original = kv_transfer_state._sync_engine_id_across_tp
-    if hasattr(original, "__wrapped__"):  # a process may load plugins more than once
+    original = getattr(kv_transfer_state, "_sync_engine_id_across_tp", None)
+    # Another version of vLLM may not have it; and a process may load plugins more than once.
+    if original is None or hasattr(original, "by_tpu_offload"):
         return
 
     @functools.wraps(original)
@@ -37,4 +38,5 @@ def let_stages_start() -> None:
                 return
         original(vllm_config)
 
+    sync.by_tpu_offload = True  # type: ignore[attr-defined, unused-ignore]
     kv_transfer_state._sync_engine_id_across_tp = sync

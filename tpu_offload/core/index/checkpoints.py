@@ -209,7 +209,7 @@ class CheckpointTable:
         if mended is None:
             self.drop(lost)
         else:
-            mended.was_announced = lost.was_announced
+            mended.was_announced, mended.last_use = lost.was_announced, lost.last_use
             self._pieces.ref(mended.slots)
             self._table[lost.key] = mended
             self._unref(lost)
