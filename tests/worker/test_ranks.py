@@ -267,7 +267,7 @@ def test_a_host_counts_what_each_of_its_devices_has_copied_for_its_ranks(counts,
         for rank, of_devices in counts.items()
         for count in of_devices
     ]
-    token = SimpleNamespace(is_fully_addressable=False, addressable_shards=shards)
+    token: Any = SimpleNamespace(is_fully_addressable=False, addressable_shards=shards)
     ids = np.arange(5, dtype=np.int32)
     moves = BlockMoves(np.zeros(5, np.int64), ids, ids, np.array([0, 0, 1, 2, 2], np.int32))
     flight = Flight(Direction.SAVE, 0, moves, Phase.COPYING, token)
