@@ -7,8 +7,13 @@ import signal
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.kept_programs import KeptPrograms, compiled_once_each
+
+# The same examples in every run, and no limits by the clock: a busy machine passes, too.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # By CPU time, those that take more than ten seconds.

@@ -741,8 +741,8 @@ MUTATIONS = (
     Mutation(
         "a state is loaded into the row of the block before",
         "LoadPlanner._state_parts",
-        "range(_1 - 1, _1)",
-        "range(max(0, _1 - 2), max(1, _1 - 1))",
+        "self._read_held(request, tables[group_id], group_id, end_block - 1, end_block)",
+        "self._read_held(request, tables[group_id], group_id, max(0, end_block - 2), max(1, end_block - 1))",
     ),
     Mutation(
         "the first state is loaded, whose ever it is",
