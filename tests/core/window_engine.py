@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, ROWS, Clock, FakeWorker
+from tests.resets import draw_from
 from tpu_offload import (
     BlockHasher,
     JobResult,
@@ -120,6 +121,7 @@ class WindowEngine:
             clock=self.clock,
             record_events=True,
         )
+        draw_from(f"{seed}", self.scheduler)
         self.hasher = BlockHasher(self.layout.fingerprint(), block_size=BLOCK_SIZE)
         self.rng = random.Random(seed)
         self.between_match_and_admit: Callable[[], None] | None = None

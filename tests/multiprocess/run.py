@@ -10,6 +10,7 @@ from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
 from tests.multiprocess.messages import ROWS, Begin, End, Plans, Reply, Setup, Step
 from tests.multiprocess.settings import make_config
+from tests.resets import draw_from
 from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, Update
 
 _MAX_DRAIN_STEPS = 120
@@ -90,6 +91,8 @@ class _Run:
             )
             for _ in range(setup.data_ranks)
         ]
+        for data_rank, scheduler in enumerate(self._schedulers):
+            draw_from(f"{setup.seed} {data_rank}", scheduler)
         self._engines = [
             Engine(dataclasses.replace(setup, seed=setup.seed + (data_rank << 32)), scheduler)
             for data_rank, scheduler in enumerate(self._schedulers)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from tests.jobs import host_block_ids
+from tests.resets import draw_from
 from tests.simulation import leftovers
 from tests.simulation.balance import DrawnBalance
 from tests.simulation.channel import Channel
@@ -76,6 +77,7 @@ class World:
             null_block=NULL if len(groups) > 1 else None,
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
+        draw_from(f"{setup.seed}", self.scheduler)
         moves: Any = self.scheduler._pools._moves
         self.balance: DrawnBalance | None = None
         if moves is not None:

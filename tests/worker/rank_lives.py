@@ -16,6 +16,7 @@ from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
 from tests.multiprocess.messages import BLOCK_SIZE, MAX_WRITES, NUM_LAYERS, Setup
 from tests.multiprocess.settings import available_nbytes, make_config
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED, SteppedStorage
+from tests.resets import draw_from
 
 PAGE_SHAPE = BLOCK_SIZE, 2, 2, 8
 _AUDIT_STEPS = 12
@@ -104,6 +105,8 @@ class Lives:
         self.schedulers = [
             OffloadScheduler(config, self.layout, clock=lambda: float(self.num_steps)) for _ in range(num_ranks)
         ]
+        for rank, scheduler in enumerate(self.schedulers):
+            draw_from(f"{seed} {rank}", scheduler)
         self.engines = [
             Engine(
                 Setup(seed=seed * num_ranks + rank, num_blocks=24, swap_blocks=10, reset=0.01, settings=settings),

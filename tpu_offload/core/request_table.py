@@ -1,6 +1,7 @@
 """The requests that the scheduler tracks, and the namespace of their chunk keys."""
 
 import secrets
+from collections.abc import Callable
 from typing import final
 
 from tpu_offload import hashing
@@ -8,6 +9,10 @@ from tpu_offload.core.engine_api import RequestLimits
 from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.layout import KVLayout
+
+
+def _draw_epoch() -> int:
+    return secrets.randbits(63) + 1
 
 
 @final
@@ -20,17 +25,21 @@ class KeySpace:
     Args:
       layout: what a block is made of.
       blocks_per_chunk: blocks in a chunk.
+
+    Attributes:
+      draw_epoch: returns a random number from 1 to 2**63, for a reset. Tests that repeat a run draw it from its seed.
     """
 
     def __init__(self, layout: KVLayout, *, blocks_per_chunk: int) -> None:
         self._fingerprint = layout.fingerprint()
         self._blocks_per_chunk = blocks_per_chunk
         self._epoch = 0
+        self.draw_epoch: Callable[[], int] = _draw_epoch
         self.namespace = self._make()
 
     def reset(self) -> None:
         """Changes the namespace."""
-        self._epoch = secrets.randbits(63) + 1
+        self._epoch = self.draw_epoch()
         self.namespace = self._make()
 
     def _make(self) -> bytes:
