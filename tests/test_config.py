@@ -325,7 +325,6 @@ def test_host_gb_counts_the_bytes_of_one_host():
     assert OffloadConfig.create(host_gb=2, blocks_per_chunk=3).host_chunks(layout) == 2 * GB // (3 * (whole // 2))
 
 
-@settings(deadline=None, derandomize=True)
 @given(num_blocks=st.integers(1, 10_000), page=st.integers(1, 5000), num_layers=st.integers(1, 80))
 def test_an_exact_fit_in_gb_fits(num_blocks, page, num_layers):
     layout = make_layout(num_layers=num_layers, page_shape=(16, page))

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.given import TABLE_FORMS, Unprintable
@@ -42,7 +42,6 @@ def test_only_full_blocks_are_hashed(num_tokens, num_hashes):
     assert len(hashes_of(range(num_tokens))) == num_hashes
 
 
-@settings(deadline=None, derandomize=True)
 @given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=5))
 def test_extending_piece_by_piece_gives_the_same_hashes(tokens, cuts):
     hasher = BlockHasher(FINGERPRINT, block_size=4)
@@ -53,7 +52,6 @@ def test_extending_piece_by_piece_gives_the_same_hashes(tokens, cuts):
     assert hashes == hashes_of(tokens, cache_salt="s")
 
 
-@settings(deadline=None, derandomize=True)
 @given(tokens=TOKENS.filter(lambda tokens: len(tokens) >= 4), data=st.data())
 def test_a_changed_token_changes_its_block_and_all_after_it(tokens, data):
     where = data.draw(st.integers(0, len(tokens) - 1))

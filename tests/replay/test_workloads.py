@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_offload.errors import InputError
@@ -45,7 +45,6 @@ def prompts(path, *, num_requests=None, max_tokens=16):
 # --- chat ---------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True)
 @given(num_requests=st.integers(1, 60), turns=st.integers(1, 8), seed=st.integers(0, 3))
 def test_chat_has_exactly_the_requests_asked_for(num_requests, turns, seed):
     workload = chat_workload(num_requests=num_requests, turns=turns, seed=seed)

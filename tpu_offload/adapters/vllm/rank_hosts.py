@@ -9,11 +9,13 @@ It also counts the hosts, which forked processes cannot: they must not ask Ray.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 from vllm.config import SchedulerConfig
 
 from tpu_offload.adapters.vllm.names import has_this_connector
+from tpu_offload.adapters.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,18 +42,12 @@ def join_reports_of_hosts() -> None:
 
     Called in every process of vLLM, before it makes schedulers.
     """
-    original = getattr(SchedulerConfig, "get_scheduler_cls", None)
-    # Another version of vLLM may not have it; and a process may load plugins more than once.
-    if original is None or hasattr(original, "by_tpu_offload"):
-        return
+    wrap_once(SchedulerConfig, "get_scheduler_cls", _scheduler_cls)
 
-    @functools.wraps(original)
-    def get_scheduler_cls(self: SchedulerConfig) -> Any:
-        found = original(self)
-        return _joining(found) if found.__name__ == "DPScheduler" else found
 
-    get_scheduler_cls.by_tpu_offload = True  # type: ignore[attr-defined, unused-ignore]
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign, unused-ignore]
+def _scheduler_cls(original: Callable[[SchedulerConfig], Any], config: SchedulerConfig) -> Any:
+    found = original(config)
+    return _joining(found) if found.__name__ == "DPScheduler" else found
 
 
 @functools.cache

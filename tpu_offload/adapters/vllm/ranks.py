@@ -6,12 +6,12 @@ rank, and goes up with the ids of the scheduler sides that it is for (`ReportMes
 all of them. Block ids stay those of a rank; ids of jobs are the worker's, see `RankPlans`.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from tpu_offload import RankPlans, StepReport
 from tpu_offload.adapters.vllm.messages import PlanMessage
+from tpu_offload.adapters.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,13 +98,8 @@ def shut_down_with_ranks(shut_down: Callable[["VllmConfig"], None]) -> None:
     """
     from tpu_inference.core.sched.dp_scheduler import DPScheduler
 
-    original = DPScheduler.shutdown
-    if hasattr(original, "__wrapped__"):  # by an earlier engine
-        return
+    def shutdown(original: Callable[[Any], None], scheduler: Any) -> None:
+        shut_down(scheduler.vllm_config)
+        original(scheduler)
 
-    @functools.wraps(original)
-    def shutdown(self: Any) -> None:
-        shut_down(self.vllm_config)
-        original(self)
-
-    DPScheduler.shutdown = shutdown
+    wrap_once(DPScheduler, "shutdown", shutdown)

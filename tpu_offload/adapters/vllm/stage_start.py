@@ -8,10 +8,11 @@ stages are processes of one parent and have its configuration: their ids are equ
 docs/upstream has the change to tpu-inference that makes this unnecessary. With it, this changes nothing.
 """
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tpu_offload.adapters.vllm.names import has_this_connector
+from tpu_offload.adapters.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,19 +25,13 @@ def let_stages_start() -> None:
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    original = getattr(kv_transfer_state, "_sync_engine_id_across_tp", None)
-    # Another version of vLLM may not have it; and a process may load plugins more than once.
-    if original is None or hasattr(original, "by_tpu_offload"):
-        return
+    wrap_once(kv_transfer_state, "_sync_engine_id_across_tp", _sync_engine_id)
 
-    @functools.wraps(original)
-    def sync(vllm_config: "VllmConfig") -> None:
-        if has_this_connector(vllm_config) and vllm_config.parallel_config.pipeline_parallel_size > 1:
-            from vllm.distributed.parallel_state import get_pp_group
 
-            if not hasattr(get_pp_group(), "broadcast_object"):
-                return
-        original(vllm_config)
+def _sync_engine_id(original: Callable[["VllmConfig"], None], vllm_config: "VllmConfig") -> None:
+    if has_this_connector(vllm_config) and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        from vllm.distributed.parallel_state import get_pp_group
 
-    sync.by_tpu_offload = True  # type: ignore[attr-defined, unused-ignore]
-    kv_transfer_state._sync_engine_id_across_tp = sync
+        if not hasattr(get_pp_group(), "broadcast_object"):
+            return
+    original(vllm_config)
