@@ -1,4 +1,4 @@
-"""From which bandwidth on does a tier pay? Computed, not measured: `tpu_offload.sim.break_even` has the arithmetic.
+"""From which bandwidth on does a tier pay? Computed, not measured: `tpu_offload.plan.break_even` has the arithmetic.
 
     python benchmarks/bench_break_even.py --prefixes 2048 8192 32768 131072
     python benchmarks/bench_break_even.py --gb-per-s 1.7 6 100
@@ -15,9 +15,16 @@ from typing import Any
 
 from common import count, make_parser, write_json
 
-from tpu_offload.sim import MFU_RANGE, MODELS, V6E, break_even, least_prefix
+from tpu_offload.plan import CHIPS, MFU_RANGE, ModelShape, break_even, find_model, least_prefix, prefix_nbytes
 
-_CHIPS = {"Llama-3.1-8B": (1, 4, 8), "Llama-3.1-70B": (8, 16), "DeepSeek-V3": (32, 64)}
+V6E = CHIPS["v6e"]
+_CHIPS = {"llama-3.1-8b": (1, 4, 8), "llama-3.1-70b": (8, 16), "deepseek-v3": (32, 64)}
+MODELS = tuple(map(find_model, _CHIPS))
+
+
+def _fits(model: ModelShape, num_chips: int) -> bool:
+    """Whether the weights fit, with a tenth of the HBM for everything else."""
+    return model.weight_nbytes() <= 0.9 * V6E.hbm_nbytes * num_chips
 
 
 def _rate(text: str) -> float:
@@ -35,7 +42,7 @@ def _prefix_rows(prefixes: Sequence[int], mfu: tuple[float, float]) -> list[dict
         {
             "model": model.name,
             "num_chips": num_chips,
-            "token_nbytes": model.token_nbytes,
+            "token_nbytes": prefix_nbytes(model, end=1),
             "num_tokens": end,
             **{
                 f"{name}_gb_per_s": value / 1e9
@@ -46,7 +53,7 @@ def _prefix_rows(prefixes: Sequence[int], mfu: tuple[float, float]) -> list[dict
         }
         for model in MODELS
         for num_chips in _CHIPS[model.name]
-        if model.fits(V6E, num_chips)
+        if _fits(model, num_chips)
         for end in prefixes
     ]
 
@@ -63,7 +70,7 @@ def _rate_rows(rates: Sequence[float], mfu: tuple[float, float]) -> list[dict[st
         }
         for model in MODELS
         for num_chips in _CHIPS[model.name]
-        if model.fits(V6E, num_chips)
+        if _fits(model, num_chips)
         for rate in rates
     ]
 

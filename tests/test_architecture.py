@@ -31,7 +31,10 @@ ALLOWED = (
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
     | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
-    | {"cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "cli"}}  # parses, calls and prints
+    | {"plan": FOUNDATION | {"sim", "plan"}}
+    | {
+        "cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "plan", "cli"}
+    }  # parses, calls and prints
 )
 
 
@@ -76,7 +79,9 @@ def test_imports_go_one_way(path):
     assert not forbidden_imports(path, MODULES[path])
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim", "storage"}])
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim", "storage", "plan"}]
+)
 def test_core_and_foundation_do_not_import_jax(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"jax", "jaxlib", "flax", "libtpu"}
 
@@ -241,6 +246,7 @@ for what, step, *args in (
     ("--help", command, "--help"),
     ("simulate --help", command, "simulate", "--help"),
     ("tier --help", command, "tier", "ls", "--help"),
+    ("plan --help", command, "plan", "--help"),
     ("simulate", command, "simulate", "--trace", sys.argv[1], "--sizes", "1", "--num-layers", "1"),
 ):
     if what == "simulate":
@@ -265,7 +271,7 @@ def test_decisions_and_simulations_start_without_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert list(seen) == ["core", "sim", "--help", "simulate --help", "tier --help", "simulate"]
+    assert list(seen) == ["core", "sim", "--help", "simulate --help", "tier --help", "plan --help", "simulate"]
     assert not any(seen.values()), seen
 
 

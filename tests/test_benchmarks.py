@@ -84,7 +84,7 @@ def test_break_even(run):
     document = (ROOT / "docs/tiers.md").read_text()
     said, report = run("bench_break_even", "")
     assert said in document
-    assert {(row["model"], row["num_chips"]) for row in report["results"]} >= {("Llama-3.1-8B", 1), ("DeepSeek-V3", 32)}
+    assert {(row["model"], row["num_chips"]) for row in report["results"]} >= {("llama-3.1-8b", 1), ("deepseek-v3", 32)}
     said, report = run("bench_break_even", "--gb-per-s 0.85 1.6 12.5 100")
     assert said in document
     assert all(row["least_tokens"] == [1, 1] for row in report["results"] if row["gb_per_s"] == 100)

@@ -299,6 +299,7 @@ class EngineRun:
         index = self.runner.layer_name_to_kvcache_index
         return {
             "num_blocks": self._scheduler.kv_cache_config.num_blocks,
+            "num_tokens": self.runner.vllm_config.cache_config.kv_cache_size_tokens,
             "groups": [
                 {
                     "spec": type(group.kv_cache_spec).__name__,

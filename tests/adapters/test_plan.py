@@ -1,0 +1,101 @@
+"""What `tpu-offload plan` computes, beside what vLLM has: blocks, tokens and states of real engines on the CPU."""
+
+import pytest
+
+from scripts.vllm_cpu.cpu_shim import HBM_NBYTES
+from tests.adapters.llm_client import Process
+from tests.adapters.llm_runs import MODELS
+from tpu_offload.plan import Serving, default_block_size, find_model, plan_caches, read_config
+
+pytestmark = pytest.mark.vllm
+
+# As many blocks as fit into a tenth of the device's memory; weights are not counted there.
+ENGINE = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.1}
+FLAGS = {"max_tokens": 256, "max_requests": 4, "step_tokens": 64, "block_size": 16, "kv_nbytes": 2}
+
+
+def planned(model, *, devices=1, **flags):
+    serving = Serving(**{"num_devices": 1, "num_ranks": 1, "num_batches": 1} | FLAGS | flags)
+    return plan_caches(
+        read_config(MODELS[model], name=model), serving, available_nbytes=int(HBM_NBYTES * devices * 0.1)
+    )
+
+
+def layout(process, model, **engine):
+    outcome = process.run({"model": model, "engine": ENGINE | engine, "steps": [{"do": "kv_layout"}]})
+    assert outcome["error"] is None
+    return outcome["steps"][0] | {"num_rows": outcome["end"]["num_rows"] or 0}
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gemma3", "gemma4", "qwen3.5"])
+def test_blocks_are_those_of_vllm(process, model):
+    real, plan = layout(process, model), planned(model)
+    assert (real["num_blocks"], real["num_rows"]) == (plan.num_blocks, plan.num_states)
+    assert real["num_tokens"] == plan.num_tokens
+    kinds = [group["window"] or 0 for group in real["groups"] if group["spec"] != "MambaSpec"]
+    assert sorted(kinds) == sorted(group.window for group in plan.groups for _ in range(group.num_groups))
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory, kept_vllm):
+    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NEW_MODEL_DESIGN": "1"}
+    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings | settings)
+    yield child
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "num_ranks"),
+    [("qwen3, 4 heads", 4, 2), ("gemma3", 2, 2), ("qwen3.5", 2, 2), ("deepseek", 4, 4)],
+)
+def test_ranks_share_the_blocks(ranked, model, num_devices, num_ranks):
+    strategy = {"enable_dp_attention": True, "attn_dp_size": num_ranks}
+    sizes = {"block_size": 128, "max_model_len": 512} if model == "deepseek" else {}
+    engine = {
+        "tensor_parallel_size": num_devices,
+        "additional_config": {"sharding": {"sharding_strategy": strategy}},
+    }
+    outcome = ranked.run({"model": model, "engine": ENGINE | sizes | engine, "steps": []})
+    assert outcome["error"] is None
+    flags = {"block_size": 128, "max_tokens": 512} if sizes else {}
+    plan = planned(model, devices=num_devices, num_devices=num_devices, num_ranks=num_ranks, **flags)
+    blocks = [rank["num_blocks"] for rank in outcome["end"]["ranks"]]
+    assert blocks == num_ranks * [plan.num_blocks // num_ranks]
+
+
+def test_more_devices_than_heads_store_kv_twice(ranked):
+    real = layout(ranked, "qwen3, 4 heads", tensor_parallel_size=4)
+    plan = planned("qwen3, 4 heads", devices=4, num_devices=4)
+    assert (real["num_blocks"], real["num_tokens"]) == (plan.num_blocks, plan.num_tokens)
+    assert plan.block_nbytes == 2 * planned("qwen3, 4 heads").block_nbytes
+
+
+def test_windows_hold_more_with_async_scheduling_and_long_contexts(process):
+    """A request of 1,024 tokens holds only the windows of its last tokens and of two steps."""
+    real = layout(process, "gemma3", async_scheduling=True, max_model_len=1024)
+    plan = planned("gemma3", num_batches=2, max_tokens=1024)
+    assert (real["num_blocks"], real["num_tokens"]) == (plan.num_blocks, plan.num_tokens)
+
+
+def test_kv_in_8_bits(process):
+    real, plan = layout(process, "qwen3", kv_cache_dtype="fp8"), planned("qwen3", kv_nbytes=1)
+    assert (real["num_blocks"], real["num_tokens"]) == (plan.num_blocks, plan.num_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [200, 1024, 4096, 8192, 40_960, 131_072, 262_144])
+@pytest.mark.parametrize("max_requests", [64, 256, 1000])
+def test_the_block_size_is_that_of_tpu_inference(max_tokens, max_requests):
+    from types import SimpleNamespace
+
+    from tpu_inference.layers.vllm.backends.flash_attn import PallasAttentionBackend
+    from tpu_inference.layers.vllm.backends.flash_attn_mla import PallasMLAttentionBackend
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_tokens),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_requests),
+    )
+    expected = max(PallasAttentionBackend.get_page_size(config), PallasAttentionBackend.get_min_page_size(config))
+    flags = {"max_tokens": max_tokens, "max_requests": max_requests}
+    assert default_block_size(find_model("llama-3.1-8b"), **flags) == expected
+    latent = default_block_size(find_model("deepseek-v3"), **flags)
+    assert latent == PallasMLAttentionBackend.get_page_size(config)

@@ -1,0 +1,324 @@
+"""From a model, a machine and the flags of `vllm serve` to a plan: what fits, what it holds, and what pays."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import final
+
+from tpu_offload.errors import InputError
+from tpu_offload.plan.break_even import MFU_RANGE, Range, break_even, least_prefix
+from tpu_offload.plan.machines import Machine, machines_by_size
+from tpu_offload.plan.model import WEIGHT_BITS, ModelShape
+from tpu_offload.plan.vllm_blocks import CachePlan, Serving, default_block_size, page_nbytes, plan_caches
+
+_GB = 2**30
+_HOST_RESERVE_NBYTES = 8 * _GB  # of vLLM's processes on a host
+_LEAST_COPY_NBYTES = 4 << 20  # per device and page group, the bound that the connector reports
+PREFIXES = (2_048, 8_192, 32_768, 131_072)
+# Read rates of one process, from docs/tiers.md: measured on other machines, so a first guess.
+_STORAGE_RATES = {"file": 2.5e9, "valkey": 2.1e9, "object": 0.4e9}
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the user asks for; None is a default.
+
+    Attributes:
+      num_devices: `--tensor-parallel-size`; all devices of the machine.
+      num_ranks: data-parallel ranks of the attention; with latent attention one a device, else 1.
+      max_tokens: `--max-model-len`; what the model was made for.
+      max_requests: `--max-num-seqs`.
+      step_tokens: `--max-num-batched-tokens`.
+      block_size: `--block-size`; tpu-inference's choice.
+      kv_nbytes: bytes of a cached number.
+      hbm_share: `--gpu-memory-utilization`.
+      host_share: part of a host's memory for the host tier.
+    """
+
+    num_devices: int | None = None
+    num_ranks: int | None = None
+    max_tokens: int | None = None
+    max_requests: int = 256
+    step_tokens: int = 1024
+    block_size: int | None = None
+    kv_nbytes: int = 2
+    hbm_share: float = 0.9
+    host_share: float = 0.8
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TierRate:
+    """How fast a tier is, and from which prefix on it pays.
+
+    Attributes:
+      name: the tier.
+      nbytes_per_s: into HBM, over the chips of one rank.
+      least_tokens: for the ends of `MFU_RANGE`, the shortest prefix that loads faster than it computes; None for none.
+    """
+
+    name: str
+    nbytes_per_s: float
+    least_tokens: tuple[int | None, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The plan. Bytes are over all devices unless they say otherwise.
+
+    Attributes:
+      model, machine, serving: what it is for.
+      hbm_share: `--gpu-memory-utilization`.
+      hbm_limit_nbytes: HBM of the devices in use.
+      weight_nbytes: of the weights, with the copies that ranks need.
+      kv_hbm_nbytes: HBM that is left for KV and states.
+      caches: vLLM's blocks; None if not even one request fits.
+      misfit: why the model does not fit, and what does; empty if it fits.
+      token_nbytes: KV of one token in the layers with full attention, in the devices of one rank.
+      window_nbytes: KV that a hit loads of the layers with a window.
+      state_nbytes: of one state.
+      kv_copies: how often KV is stored, more than once with fewer KV heads than devices.
+      block_nbytes: of a block of vLLM's pool, in the devices of one rank.
+      copy_hbm_nbytes: HBM that direct copies take, per device.
+      staged_hbm_nbytes: HBM that staged copies of 8,192 tokens would take, per device.
+      host_gb: `TPU_OFFLOAD_HOST_GB`, on each host.
+      host_tokens: tokens that the host tiers hold, without windows and with half of the memory for states.
+      break_even: per prefix in tokens, bytes per second from which on a load is faster than a prefill.
+      tiers: what is known of host memory and storage.
+    """
+
+    model: ModelShape
+    machine: Machine
+    serving: Serving
+    hbm_share: float
+    hbm_limit_nbytes: int
+    weight_nbytes: float
+    kv_hbm_nbytes: int
+    caches: CachePlan | None
+    misfit: str
+    token_nbytes: float
+    window_nbytes: float
+    state_nbytes: int
+    kv_copies: float
+    block_nbytes: int
+    copy_hbm_nbytes: int
+    staged_hbm_nbytes: int
+    host_gb: int
+    host_tokens: int
+    break_even: dict[int, Range]
+    tiers: tuple[TierRate, ...]
+
+    @property
+    def hbm_kv_tokens(self) -> int:
+        """Tokens that vLLM's KV cache holds; 0 if the model does not fit."""
+        return self.caches.num_tokens if self.caches else 0
+
+
+def make_plan(model: ModelShape, machine: Machine, wish: Wish) -> Plan:
+    """Plans one model on one machine.
+
+    Raises:
+      InputError: a flag contradicts the model or the machine.
+    """
+    serving = _serving(model, machine, wish)
+    hbm_limit = serving.num_devices * machine.chip.hbm_nbytes
+    weights, kv_hbm = _memory(model, machine, serving, wish.hbm_share)
+    caches, misfit = _caches(model, machine, serving, kv_hbm)
+    if caches is None:
+        misfit += _suggestion(model, wish)
+    full, *windows = model.attention
+    if model.ignores_windows:
+        windows = []
+    pages = {id(layers): page_nbytes(layers, serving) for layers in model.attention}
+    per_token = {key: nbytes / serving.block_size for key, nbytes in pages.items()}
+    of_full = [layers for layers in model.attention if layers not in windows]
+    token_nbytes = sum(layers.count * per_token[id(layers)] for layers in of_full)
+    window_nbytes = sum(layers.count * per_token[id(layers)] * (layers.window - 1) for layers in windows)
+    num_shards = serving.num_devices // serving.num_ranks
+    kv_copies = max(1.0, num_shards / full.num_kv_heads) if not full.latent_widths else 1.0
+    block_nbytes = caches.block_nbytes if caches else round(token_nbytes * serving.block_size)
+    host_nbytes = max(0, machine.host_nbytes - _HOST_RESERVE_NBYTES) * wish.host_share
+    host_gb = int(host_nbytes / _GB)
+    state_nbytes = model.states.nbytes if model.states else 0
+    host_tokens = int(host_gb * _GB * machine.num_hosts * (0.5 if state_nbytes else 1) / token_nbytes)
+    per_device = block_nbytes / num_shards
+    num_staged = -(-8192 // serving.block_size) + 1
+    num_chips = max(1, serving.num_devices // machine.chip.num_devices)
+    return Plan(
+        model=model,
+        machine=machine,
+        serving=serving,
+        hbm_share=wish.hbm_share,
+        hbm_limit_nbytes=hbm_limit,
+        weight_nbytes=weights,
+        kv_hbm_nbytes=kv_hbm,
+        caches=caches,
+        misfit=misfit,
+        token_nbytes=token_nbytes,
+        window_nbytes=window_nbytes,
+        state_nbytes=state_nbytes,
+        kv_copies=kv_copies,
+        block_nbytes=block_nbytes,
+        copy_hbm_nbytes=max(round(2 * per_device), _LEAST_COPY_NBYTES, 2 * state_nbytes // num_shards),
+        staged_hbm_nbytes=round(num_staged * per_device),
+        host_gb=host_gb,
+        host_tokens=host_tokens,
+        break_even=_break_even(model, machine, serving, num_chips, kv_copies),
+        tiers=_tiers(model, machine, serving, num_chips, kv_copies),
+    )
+
+
+def _serving(model: ModelShape, machine: Machine, wish: Wish) -> Serving:
+    num_devices = machine.num_devices if wish.num_devices is None else wish.num_devices
+    if num_devices > machine.num_devices:
+        raise InputError(f"--tensor-parallel {num_devices} on {machine.name}, which has {machine.num_devices} devices")
+    if model.states is not None and machine.num_hosts > 1:
+        raise InputError(
+            f"{model.name} keeps states, which vLLM-TPU 0.32 cannot serve on several hosts; expected a --machine of "
+            "one host: v6e-8, v5p-8 or tpu7x-8"
+        )
+    num_ranks = wish.num_ranks or (num_devices if model.is_latent else 1)
+    if num_devices % num_ranks:
+        raise InputError(f"--attention-ranks {num_ranks} of {num_devices} devices; expected a divisor of them")
+    if model.is_latent and num_ranks < num_devices:
+        raise InputError(
+            f"--attention-ranks {num_ranks} with latent attention; tpu-inference 0.32 serves it with a rank a device, "
+            f"so expected {num_devices}"
+        )
+    max_tokens = wish.max_tokens or model.max_tokens
+    block_size = wish.block_size or default_block_size(model, max_tokens=max_tokens, max_requests=wish.max_requests)
+    return Serving(
+        num_devices=num_devices,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        max_requests=wish.max_requests,
+        step_tokens=wish.step_tokens,
+        block_size=block_size,
+        kv_nbytes=wish.kv_nbytes,
+    )
+
+
+def _memory(model: ModelShape, machine: Machine, serving: Serving, hbm_share: float) -> tuple[float, int]:
+    """Bytes of the weights, and HBM that is left for KV."""
+    weights = model.weight_nbytes(attention_copies=serving.num_ranks)
+    return weights, int(serving.num_devices * machine.chip.hbm_nbytes * hbm_share - weights)
+
+
+def _caches(model: ModelShape, machine: Machine, serving: Serving, kv_hbm_nbytes: int) -> tuple[CachePlan | None, str]:
+    """vLLM's blocks, or why there are none."""
+    if kv_hbm_nbytes <= 0:
+        weights = model.weight_nbytes(attention_copies=serving.num_ranks)
+        share = serving.num_devices * machine.chip.hbm_nbytes / _GB
+        return None, (
+            f"the weights ({model.weight_bits.name}) take {weights / _GB:,.0f} GiB and {serving.num_devices} devices "
+            f"of {machine.name} have {share:,.0f}"
+        )
+    try:
+        return plan_caches(model, serving, available_nbytes=kv_hbm_nbytes), ""
+    except InputError as e:
+        return None, str(e)
+
+
+def _suggestion(model: ModelShape, wish: Wish) -> str:
+    """The smallest machine on which the model fits with all its devices, if need be with weights of 8 bits."""
+    wish = dataclasses.replace(wish, num_devices=None, num_ranks=None)
+    eight_bits = WEIGHT_BITS["fp8"]
+    smaller = dataclasses.replace(model, weight_bits=eight_bits)
+    if name := _smallest(model, wish):
+        said = f"; the smallest machine on which it fits is {name}"
+        eighth = _smallest(smaller, wish) if model.weight_bits.others > eight_bits.others else None
+        return said + (f", or {eighth} with --weights fp8" if eighth and eighth != name else "")
+    if name := _smallest(smaller, wish):
+        return f"; with --weights fp8, the smallest machine on which it fits is {name}"
+    return "; it fits on no machine of up to 64 chips: lower --max-model-len or --max-num-seqs"
+
+
+def _smallest(model: ModelShape, wish: Wish) -> str | None:
+    for machine in machines_by_size():
+        try:
+            serving = _serving(model, machine, wish)
+            _, kv_hbm = _memory(model, machine, serving, wish.hbm_share)
+            if kv_hbm > 0:
+                plan_caches(model, serving, available_nbytes=kv_hbm)
+                return machine.name
+        except InputError:
+            continue
+    return None
+
+
+def _break_even(
+    model: ModelShape, machine: Machine, serving: Serving, num_chips: int, kv_copies: float
+) -> dict[int, Range]:
+    prefixes = [end for end in PREFIXES if end <= serving.max_tokens] or [serving.max_tokens]
+    return {
+        end: break_even(
+            model, machine.chip, num_chips=num_chips, end=end, kv_nbytes=serving.kv_nbytes, kv_copies=kv_copies
+        )
+        for end in prefixes
+    }
+
+
+def _tiers(
+    model: ModelShape, machine: Machine, serving: Serving, num_chips: int, kv_copies: float
+) -> tuple[TierRate, ...]:
+    # The KV of one request is on the devices of one rank, and comes over their links.
+    link = machine.chip.link_nbytes_per_s * max(1, num_chips // serving.num_ranks)
+    rates = {"host memory": link}
+    rates |= {name: min(link, rate * machine.num_hosts) for name, rate in _STORAGE_RATES.items()}
+    rates["a remote store, at most"] = min(link, machine.chip.network_nbytes_per_s * machine.num_hosts)
+    return tuple(
+        TierRate(
+            name=name,
+            nbytes_per_s=rate,
+            least_tokens=tuple(
+                least_prefix(
+                    model,
+                    machine.chip,
+                    num_chips=num_chips,
+                    nbytes_per_s=rate,
+                    mfu=mfu,
+                    most=serving.max_tokens,
+                    kv_nbytes=serving.kv_nbytes,
+                    kv_copies=kv_copies,
+                )
+                for mfu in MFU_RANGE
+            ),
+        )
+        for name, rate in rates.items()
+    )
+
+
+def advice(plan: Plan) -> Sequence[str]:
+    """What the figures mean, and what they leave out, a line each."""
+    model, serving, lines = plan.model, plan.serving, []
+    if plan.kv_copies > 1:
+        lines.append(
+            f"{model.attention[0].num_kv_heads} KV heads over {serving.num_devices // serving.num_ranks} devices are "
+            f"stored {plan.kv_copies:g} times, in HBM and in the host tier; attention ranks (--attention-ranks) store "
+            "them once."
+        )
+    if plan.caches and plan.host_tokens < 2 * plan.hbm_kv_tokens:
+        lines.append(
+            f"The host tier holds {plan.host_tokens / max(1, plan.hbm_kv_tokens):.1f} times what HBM holds. Below 2 it "
+            "mostly holds the same prompts as HBM: add storage below it (docs/tiers.md), or do not expect much."
+        )
+    if plan.window_nbytes:
+        lines.append(
+            "Beside its full-attention KV, each place at which prompts may continue takes "
+            f"{plan.window_nbytes / 2**20:,.1f} MiB of window KV in the host tier, which is not in the tokens above."
+        )
+    if plan.state_nbytes:
+        state = plan.state_nbytes / plan.token_nbytes
+        lines.append(
+            f"A state takes {plan.state_nbytes / 1e6:,.0f} MB, as much as the KV of {math.ceil(state):,} tokens; half "
+            "of the host tier is counted for states."
+        )
+    free = plan.hbm_limit_nbytes * (1 - plan.hbm_share) / serving.num_devices
+    lines.append(
+        f"Copies take {plan.copy_hbm_nbytes / 2**20:,.1f} MiB of the {free / 2**20:,.0f} MiB of HBM per device that "
+        "vLLM leaves free, beside activations and programs, whose size is not known here."
+    )
+    lines.append("Weights and HBM are estimates; vLLM's log has the real size (`KV cache size`).")
+    return lines

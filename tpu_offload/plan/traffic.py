@@ -1,0 +1,71 @@
+"""The hit rate that a trace would have with the tiers of a plan."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+from tpu_offload.errors import InputError
+from tpu_offload.plan.planner import Plan
+from tpu_offload.sim import Case, Experiment, TierSetup, read_traces, run_all, simulate_hbm
+
+_POLICY = "density"  # the default of TPU_OFFLOAD_EVICTION_POLICY
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hits:
+    """Where the prompt tokens of a trace came from, as shares of all.
+
+    Attributes:
+      num_requests: requests of the trace.
+      prompt_tokens: tokens of their prompts, in whole blocks.
+      hbm: found in HBM's prefix cache.
+      host: found in the host tier.
+      bound: what an unlimited host tier would have found there.
+      saved_flops: part of the prefill's FLOPs that the host tier saves.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    hbm: float
+    host: float
+    bound: float
+    saved_flops: float
+
+
+def expected_hits(plan: Plan, traces: Sequence[Path], *, block_tokens: int) -> Hits:
+    """Simulates the traces with HBM and a host tier of the planned sizes.
+
+    Requests are served one after the other, in order of time; a hit is counted in blocks of the trace.
+
+    Raises:
+      InputError: a trace cannot be read or has no block, or the model does not fit.
+    """
+    if plan.caches is None:
+        raise InputError(f"no hit rate without a plan: {plan.misfit}")
+    trace = read_traces(list(traces), block_tokens=block_tokens)
+    if not trace.num_blocks:
+        raise InputError("no request of the trace has a block: every list of hash_ids is empty")
+    unique = trace.num_unique_blocks
+    hbm = simulate_hbm(trace, max(1, min(unique, plan.hbm_kv_tokens // block_tokens)))
+    experiment = Experiment(trace=trace, split=0, only_second=False, hbm_result=hbm)
+    sizes = [max(1, min(unique, plan.host_tokens // block_tokens)), unique]
+    cases = [Case(_POLICY, size / unique, TierSetup(num_chunks=size)) for size in sizes]
+    results = dict(run_all(experiment, cases, num_jobs=1))
+    host, bound = (sum(results[i].outcome.host_hits) for i in range(2))
+    saved = whole = 0.0
+    for request, in_hbm, in_host in zip(trace.requests, hbm.hits, results[0].outcome.host_hits, strict=True):
+        end = len(request.blocks) * block_tokens
+        first, loaded = in_hbm * block_tokens, (in_hbm + in_host) * block_tokens
+        whole += plan.model.prefill_flops(0, end) if end else 0.0
+        saved += plan.model.prefill_flops(first, loaded) if loaded > first else 0.0
+    num = trace.num_blocks
+    return Hits(
+        num_requests=len(trace.requests),
+        prompt_tokens=num * block_tokens,
+        hbm=sum(hbm.hits) / num,
+        host=host / num,
+        bound=bound / num,
+        saved_flops=saved / whole,
+    )
