@@ -63,6 +63,13 @@ def test_ranks_share_the_blocks(ranked, model, num_devices, num_ranks):
     assert blocks == num_ranks * [plan.num_blocks // num_ranks]
 
 
+def test_a_single_head_of_8_bits_is_padded(ranked):
+    real = layout(ranked, "qwen3", tensor_parallel_size=2, kv_cache_dtype="fp8")
+    plan = planned("qwen3", devices=2, num_devices=2, kv_nbytes=1)
+    assert (real["num_blocks"], real["num_tokens"]) == (plan.num_blocks, plan.num_tokens)
+    assert plan.block_nbytes == planned("qwen3").block_nbytes
+
+
 def test_more_devices_than_heads_store_kv_twice(ranked):
     real = layout(ranked, "qwen3, 4 heads", tensor_parallel_size=4)
     plan = planned("qwen3, 4 heads", devices=4, num_devices=4)

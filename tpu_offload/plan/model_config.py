@@ -44,16 +44,23 @@ def find_model(name: str, *, weights: str | None = None) -> ModelShape:
             raise InputError(
                 f"--model {name!r} is no file; expected a config.json, or one of {', '.join(built_in_models())}"
             )
-    try:
-        if path.stat().st_size > _MAX_NBYTES:
-            raise InputError(f"{path} has {path.stat().st_size} bytes; expected the config.json of a model")
-        config = json.loads(path.read_bytes())
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{path} is not JSON; expected the config.json of a model") from e
+    config = _read_json(path)
     given = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
     return read_config(config, name=given, repo=str(path.parent), weights=weights)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        nbytes = path.stat().st_size
+        content = path.read_bytes() if nbytes <= _MAX_NBYTES else b""
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+    if nbytes > _MAX_NBYTES:
+        raise InputError(f"{path} has {nbytes} bytes; expected the config.json of a model")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path} is not JSON; expected the config.json of a model") from e
 
 
 def _built_in(name: str) -> Path | None:

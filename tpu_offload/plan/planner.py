@@ -9,7 +9,14 @@ from tpu_offload.errors import InputError
 from tpu_offload.plan.break_even import MFU_RANGE, Range, break_even, least_prefix
 from tpu_offload.plan.machines import Machine, machines_by_size
 from tpu_offload.plan.model import WEIGHT_BITS, ModelShape
-from tpu_offload.plan.vllm_blocks import CachePlan, Serving, default_block_size, page_nbytes, plan_caches
+from tpu_offload.plan.vllm_blocks import (
+    CachePlan,
+    Serving,
+    default_block_size,
+    num_attention_ranks,
+    page_nbytes,
+    plan_caches,
+)
 
 _GB = 2**30
 _HOST_RESERVE_NBYTES = 8 * _GB  # of vLLM's processes on a host
@@ -79,7 +86,8 @@ class Plan:
       token_nbytes: KV of one token in the layers with full attention, in the devices of one rank.
       window_nbytes: KV that a hit loads of the layers with a window.
       state_nbytes: of one state.
-      kv_copies: how often KV is stored, more than once with fewer KV heads than devices.
+      kv_copies: how much larger pages are than the KV in them: with fewer KV heads than devices it is stored several
+        times, and with 8 bits the two rows of a single head are padded to four.
       block_nbytes: of a block of vLLM's pool, in the devices of one rank.
       copy_hbm_nbytes: HBM that direct copies take, per device.
       staged_hbm_nbytes: HBM that staged copies of 8,192 tokens would take, per device.
@@ -137,7 +145,7 @@ def make_plan(model: ModelShape, machine: Machine, wish: Wish) -> Plan:
     token_nbytes = sum(layers.count * per_token[id(layers)] for layers in of_full)
     window_nbytes = sum(layers.count * per_token[id(layers)] * (layers.window - 1) for layers in windows)
     num_shards = serving.num_devices // serving.num_ranks
-    kv_copies = max(1.0, num_shards / full.num_kv_heads) if not full.latent_widths else 1.0
+    kv_copies = per_token[id(full)] / (full.cached_width * serving.kv_nbytes)
     block_nbytes = caches.block_nbytes if caches else round(token_nbytes * serving.block_size)
     host_nbytes = max(0, machine.host_nbytes - _HOST_RESERVE_NBYTES) * wish.host_share
     host_gb = int(host_nbytes / _GB)
@@ -294,10 +302,12 @@ def advice(plan: Plan) -> Sequence[str]:
     """What the figures mean, and what they leave out, a line each."""
     model, serving, lines = plan.model, plan.serving, []
     if plan.kv_copies > 1:
+        num_heads, num_shards = model.attention[0].num_kv_heads, serving.num_devices // serving.num_ranks
+        padded = ", with padding to 32 bits" if serving.kv_nbytes == 1 else ""
+        least = num_attention_ranks(model, num_devices=serving.num_devices, kv_nbytes=serving.kv_nbytes)
         lines.append(
-            f"{model.attention[0].num_kv_heads} KV heads over {serving.num_devices // serving.num_ranks} devices are "
-            f"stored {plan.kv_copies:g} times, in HBM and in the host tier; attention ranks (--attention-ranks) store "
-            "them once."
+            f"{num_heads} KV heads over {num_shards} devices take {plan.kv_copies:g} times their size{padded}, in HBM "
+            f"and in the host tier; with data-parallel ranks (--attention-ranks {least}) they take it once."
         )
     if plan.caches and plan.host_tokens < 2 * plan.hbm_kv_tokens:
         lines.append(

@@ -118,8 +118,8 @@ def page_nbytes(layers: AttentionLayers, serving: Serving) -> int:
     many, few = max(num_heads, num_shards), min(num_heads, num_shards)
     if many % few:
         raise InputError(
-            f"{num_heads} KV heads cannot be divided over {num_shards} devices; expected --tensor-parallel so that one "
-            "number divides the other"
+            f"{num_heads} KV heads cannot be divided over {num_shards} devices; expected a --tensor-parallel so that "
+            "one number divides the other"
         )
     packing = 4 // serving.kv_nbytes
     rows = many // num_shards * (1 if layers.head_dim == 64 else 2)  # with heads of 64, key and value share a row
