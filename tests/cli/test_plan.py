@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from tests.cli.conftest import ROOT
 from tpu_offload.cli.main import main
 
 
@@ -125,3 +126,10 @@ def test_the_hit_rate_of_a_trace(plan, tmp_path):
 )
 def test_bad_flags_have_one_line(argv, message):
     assert message in error_of(*argv)
+
+
+def test_the_example_of_the_docs_is_current(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["plan", "--model", "llama-3.1-70b", "--machine", "v6e-8", "--max-model-len", "32768"]) == 0
+    said = capsys.readouterr().out.rstrip()
+    assert f"```\n{said}\n```" in (ROOT / "docs/plan.md").read_text()
