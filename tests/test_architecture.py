@@ -32,9 +32,9 @@ ALLOWED = (
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
     | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
     | {"plan": FOUNDATION | {"sim", "plan"}}
-    | {
-        "cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "plan", "cli"}
-    }  # parses, calls and prints
+    | {"doctor": FOUNDATION | {"memory", "storage", "measure", "doctor"}}
+    # It parses, calls and prints.
+    | {"cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "plan", "doctor", "cli"}}
 )
 
 
@@ -247,6 +247,7 @@ for what, step, *args in (
     ("simulate --help", command, "simulate", "--help"),
     ("tier --help", command, "tier", "ls", "--help"),
     ("plan --help", command, "plan", "--help"),
+    ("doctor --help", command, "doctor", "--help"),
     ("simulate", command, "simulate", "--trace", sys.argv[1], "--sizes", "1", "--num-layers", "1"),
 ):
     if what == "simulate":
@@ -271,7 +272,16 @@ def test_decisions_and_simulations_start_without_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert list(seen) == ["core", "sim", "--help", "simulate --help", "tier --help", "plan --help", "simulate"]
+    assert list(seen) == [
+        "core",
+        "sim",
+        "--help",
+        "simulate --help",
+        "tier --help",
+        "plan --help",
+        "doctor --help",
+        "simulate",
+    ]
     assert not any(seen.values()), seen
 
 

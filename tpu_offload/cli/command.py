@@ -21,6 +21,7 @@ _EXTRAS = {
     "glide_sync": "valkey",
     "matplotlib": "cli",
     "obstore": "object",
+    "packaging": "cli",
     "rich": "cli",
 }
 

@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, tuple[str, Sequence[str]]] = {
     "bench": ("measure the copy paths and recommend one for each direction", ("rich",)),
     "simulate": ("play request traces through eviction policies", ("rich",)),
     "plan": ("what a model needs on a TPU machine, what it gains, and the command that serves it", ("rich",)),
+    "doctor": ("is everything right on the machine that will serve", ("packaging",)),
     "tier": ("list, verify or clear what storage tiers hold", ("rich",)),
 }
 

@@ -1,0 +1,78 @@
+"""`tpu-offload doctor`: is everything right on the machine that will serve?"""
+
+import json as json_format
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tpu_offload.cli.options import Command, option
+from tpu_offload.cli.output import output_file, write_json
+from tpu_offload.errors import InputError
+
+
+@click.command(cls=Command)
+@option(
+    "--settings",
+    str,
+    "JSON",
+    "the settings that vLLM gives the connector: kv_connector_extra_config, or all of --kv-transfer-config",
+)
+@click.option("--no-devices", is_flag=True, help="leave the devices alone: beside an engine that uses them")
+@option("--json", output_file, "FILE", "write the findings and versions as JSON: the report to send with a question")
+@click.pass_obj
+def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, json: Path | None) -> int:
+    """Checks versions, limits, the TPU_OFFLOAD_* settings, host memory, storage tiers, devices and every copy path.
+
+    One line a check. Status 0 if nothing is wrong, 1 with an error. Storage tiers are written to, beside what they
+    hold.
+    """
+    from tpu_offload.doctor import Level, examine, installed_versions
+
+    start_s = time.monotonic()
+    findings = []
+    for finding in examine(_overrides(settings), with_devices=not no_devices):
+        findings.append(finding)
+        action = f" -> {finding.action}" if finding.action else ""
+        sys.stdout.write(f"{finding.level.value:8}{finding.check}: {finding.text}{action}\n")
+        sys.stdout.flush()
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
+    sys.stdout.write(
+        f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, {time.monotonic() - start_s:.0f} s\n"
+    )
+    if json is not None:
+        report = {
+            "argv": list(argv),
+            "versions": installed_versions(),
+            "seconds": round(time.monotonic() - start_s, 1),
+            "findings": [
+                {
+                    "check": finding.check,
+                    "level": finding.level.value,
+                    "text": finding.text,
+                    "action": finding.action,
+                    "figures": dict(finding.figures),
+                }
+                for finding in findings
+            ],
+        }
+        write_json(json, report)
+    return 1 if counts[Level.ERROR] else 0
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    """The settings of a connector's configuration."""
+    if text is None:
+        return {}
+    try:
+        given = json_format.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"--settings is not JSON; expected an object like '{{\"host_gb\": 800}}': {e}") from e
+    if isinstance(given, dict) and "kv_connector" in given:
+        given = given.get("kv_connector_extra_config", {})
+    if not isinstance(given, dict):
+        raise InputError(f"--settings is a {type(given).__name__}; expected an object like '{{\"host_gb\": 800}}'")
+    return given

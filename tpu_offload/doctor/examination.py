@@ -1,0 +1,38 @@
+"""All checks in order, as findings come."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tpu_offload.doctor.findings import Finding
+from tpu_offload.doctor.host import Host, check_host
+from tpu_offload.doctor.settings import read_settings
+from tpu_offload.doctor.tiers import check_tiers
+from tpu_offload.doctor.versions import check_known_faults, check_versions, installed_versions
+
+
+def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Iterator[Finding]:
+    """Runs all checks; the slow ones come last.
+
+    Args:
+      overrides: `kv_connector_extra_config`.
+      with_devices: whether to use the devices: False beside a running engine, which has the TPU.
+    """
+    installed = installed_versions()
+    yield from check_versions(installed)
+    config, findings = read_settings(overrides)
+    yield from findings
+    yield from check_known_faults(installed, config)
+    if not with_devices:
+        yield from check_host(Host.read(), config, on_tpu="libtpu" in installed)
+        yield from check_tiers(config)
+        return
+    from tpu_offload.doctor import devices as of_devices  # jax takes seconds to import
+
+    devices, findings = of_devices.find_devices()
+    yield from findings
+    yield from check_host(Host.read(), config, on_tpu=bool(devices) and devices[0].platform == "tpu")
+    yield from check_tiers(config)
+    if devices:
+        yield from of_devices.check_profile(devices, config)
+        yield from of_devices.check_copies(devices)
+        yield from of_devices.check_allocation(devices, config)

@@ -1,0 +1,72 @@
+"""The settings: whether they parse, contradict each other, or have no effect."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
+from tpu_offload.errors import ConfigError
+
+_CHECK = "settings"
+
+
+class _Lines(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.lines.append(record.getMessage())
+
+
+def read_settings(overrides: Mapping[str, Any]) -> tuple[OffloadConfig | None, list[Finding]]:
+    """Reads `TPU_OFFLOAD_*` and what the connector gets in its configuration.
+
+    Args:
+      overrides: `kv_connector_extra_config`, which takes precedence.
+    Returns:
+      The settings, None if they are invalid; and what is wrong with them.
+    """
+    logger, handler = logging.getLogger("tpu_offload"), _Lines()
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        config = OffloadConfig.from_env(overrides=overrides)
+    except ConfigError as e:
+        return None, [error(_CHECK, str(e), "the engine will not start with it: see the settings in the README")]
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+    findings = [warning(_CHECK, line, "unset it, or what makes it useless") for line in handler.lines]
+    findings += _contradictions(config)
+    return config, findings or [ok(_CHECK, "valid")]
+
+
+def _contradictions(config: OffloadConfig) -> Findings:
+    if not config.enabled:
+        yield warning(_CHECK, "a size of 0 turns offloading off", "set TPU_OFFLOAD_HOST_GB")
+        return
+    if CopyPath.FUSED in (config.save_path, config.load_path):
+        yield warning(
+            _CHECK,
+            "a copy path is fused, which needs a step that copies: vLLM has none and refuses it",
+            "set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct, staged or auto",
+        )
+    if config.sync_load and CopyPath.STAGED is config.load_path:
+        yield warning(
+            _CHECK,
+            "TPU_OFFLOAD_SYNC_LOAD=1 with staged loads: each hit waits for a copy that could overlap with steps",
+            "unset TPU_OFFLOAD_SYNC_LOAD",
+        )
+    for tier in config.storage_tiers:
+        if tier.size_gb is not None and config.host_gb is not None and tier.size_gb <= config.host_gb:
+            yield warning(
+                _CHECK,
+                f"storage tier {tier.label} has {tier.size_gb:g} GB and the host tier {config.host_gb:g}: it mostly "
+                "holds the same, and adds little but a restart",
+                "enlarge TPU_OFFLOAD_STORAGE_GB",
+            )

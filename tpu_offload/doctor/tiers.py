@@ -1,0 +1,109 @@
+"""The storage tiers of the settings: reachable, truthful, and how fast."""
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+
+from tpu_offload.config import OffloadConfig
+from tpu_offload.config.storage_tiers import StorageTierConfig
+from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
+from tpu_offload.errors import OffloadError
+from tpu_offload.storage import StorageSpec, StorageTier, make_tier
+from tpu_offload.values import one_line
+
+_RECORD_NBYTES = 4 << 20
+_NUM_RECORDS = 8
+# No engine has so many workers: what is written is in a place of its own, beside a running engine too.
+_WORKER_ID = 65_535
+_SLOW_NBYTES_PER_S = 0.1e9
+
+
+def check_tiers(
+    config: OffloadConfig | None, *, make: Callable[[str, StorageSpec], StorageTier] = make_tier
+) -> Findings:
+    """Writes, reads back and deletes a few records in each storage tier of the settings."""
+    for tier in config.storage_tiers if config is not None else ():
+        check = f"storage tier {tier.label}"
+        try:
+            yield _check_tier(check, tier, make)
+        except OffloadError as e:
+            yield error(check, str(e), "mend it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
+        except Exception as e:  # a tier of the user may raise anything
+            what = e.strerror or e if isinstance(e, OSError) else e
+            yield error(
+                check,
+                f"it fails: {type(e).__name__}: {one_line(str(what))}",
+                "engines would suspend its copies: see that the server or disk is there and may be written",
+            )
+
+
+def _check_tier(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier]) -> Finding:
+    spec = StorageSpec(
+        record_nbytes=_RECORD_NBYTES,
+        num_chunks=_NUM_RECORDS,
+        worker_id=_WORKER_ID,
+        fingerprint=secrets.token_hex(16),
+        options=tier.options,
+    )
+    keys = [secrets.token_bytes(32) for _ in range(_NUM_RECORDS)]
+    with _folder_removed(tier):
+        made = make(tier.name, spec)
+        try:
+            written, read, wrong = _write_and_read(made, keys)
+        finally:
+            with contextlib.closing(made):
+                made.delete(keys)
+    if wrong:
+        return error(
+            check,
+            f"{wrong} of {_NUM_RECORDS} records came back with other bytes",
+            "do not use it: every read would be refused by its checksum, so nothing would ever hit",
+        )
+    figures = {"write_nbytes_per_s": written, "read_nbytes_per_s": read}
+    said = f"writes {written / 1e9:.2f} and reads {read / 1e9:.2f} GB/s, in one thread"
+    if read < _SLOW_NBYTES_PER_S:
+        return warning(check, said, "see docs/tiers.md from which bandwidth on a tier pays", **figures)
+    return ok(check, said, **figures)
+
+
+def _write_and_read(tier: StorageTier, keys: list[bytes]) -> tuple[float, float, int]:
+    """Bytes per second of writes and of reads, and how many records came back wrong."""
+    total = _RECORD_NBYTES * len(keys)
+    with mmap.mmap(-1, total) as given, mmap.mmap(-1, total) as found:
+        given[:] = os.urandom(total)
+        with memoryview(given) as source, memoryview(found) as target, source.toreadonly() as record:
+            start_s = time.perf_counter()
+            for i, key in enumerate(keys):
+                with record[i * _RECORD_NBYTES : (i + 1) * _RECORD_NBYTES] as part:
+                    tier.write(key, part)
+            middle_s = time.perf_counter()
+            for i, key in enumerate(keys):
+                with target[i * _RECORD_NBYTES : (i + 1) * _RECORD_NBYTES] as part:
+                    tier.read(key, part)
+            end_s = time.perf_counter()
+        ends = range(_RECORD_NBYTES, total + 1, _RECORD_NBYTES)
+        wrong = sum(given[end - _RECORD_NBYTES : end] != found[end - _RECORD_NBYTES : end] for end in ends)
+    return total / (middle_s - start_s), total / (end_s - middle_s), wrong
+
+
+@contextlib.contextmanager
+def _folder_removed(tier: StorageTierConfig) -> Iterator[None]:
+    """Removes what a file tier leaves behind: the folder of its worker, and the directory if that is new."""
+    if tier.name != "file":
+        yield
+        return
+    from tpu_offload.storage.file import FileOptions
+
+    directory = FileOptions.parse(tier.options).directory
+    is_new = not os.path.exists(directory)
+    try:
+        yield
+    finally:
+        shutil.rmtree(os.path.join(directory, f"worker-{_WORKER_ID}"), ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
