@@ -303,6 +303,7 @@ PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by vLLM's environm
 EXTRAS = {  # by part or file, the first one of its own; the others need none
     "engine": ("engine",),
     "cli": ("cli", "engine"),
+    "doctor": ("cli",),
     "storage/object.py": ("object",),
     "storage/object_inspection.py": ("object",),
     "storage/valkey.py": ("valkey",),

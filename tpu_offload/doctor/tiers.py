@@ -3,8 +3,10 @@
 import contextlib
 import mmap
 import os
+import queue
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,32 +15,50 @@ from tpu_offload.config.storage_tiers import StorageTierConfig
 from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
 from tpu_offload.errors import OffloadError
 from tpu_offload.storage import StorageSpec, StorageTier, make_tier
-from tpu_offload.values import one_line
 
 _RECORD_NBYTES = 4 << 20
 _NUM_RECORDS = 8
 # No engine has so many workers: what is written is in a place of its own, beside a running engine too.
 _WORKER_ID = 65_535
 _SLOW_NBYTES_PER_S = 0.1e9
+_TIMEOUT_S = 30.0
+_MAX_TEXT = 200
 
 
 def check_tiers(
-    config: OffloadConfig | None, *, make: Callable[[str, StorageSpec], StorageTier] = make_tier
+    config: OffloadConfig | None,
+    *,
+    make: Callable[[str, StorageSpec], StorageTier] = make_tier,
+    timeout_s: float = _TIMEOUT_S,
 ) -> Findings:
-    """Writes, reads back and deletes a few records in each storage tier of the settings."""
+    """Writes, reads back and deletes a few records in each storage tier of the settings.
+
+    Args:
+      config: the settings; None checks nothing.
+      make: makes a tier of a name.
+      timeout_s: how long one may take. It runs in a thread that is left behind if it takes longer.
+    """
     for tier in config.storage_tiers if config is not None else ():
-        check = f"storage tier {tier.label}"
+        check, found = f"storage tier {tier.label}", queue.SimpleQueue[Finding]()
+        threading.Thread(target=lambda: found.put(_finding(check, tier, make)), daemon=True).start()  # noqa: B023
         try:
-            yield _check_tier(check, tier, make)
-        except OffloadError as e:
-            yield error(check, str(e), "mend it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
-        except Exception as e:  # a tier of the user may raise anything
-            what = e.strerror or e if isinstance(e, OSError) else e
-            yield error(
-                check,
-                f"it fails: {type(e).__name__}: {one_line(str(what))}",
-                "engines would suspend its copies: see that the server or disk is there and may be written",
-            )
+            yield found.get(timeout=timeout_s)
+        except queue.Empty:
+            yield error(check, f"no answer within {timeout_s:g} s", "see that the server or disk is not frozen")
+
+
+def _finding(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier]) -> Finding:
+    try:
+        return _check_tier(check, tier, make)
+    except OffloadError as e:
+        return error(check, str(e), "mend it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
+    except Exception as e:  # a tier of the user may raise anything
+        why = " ".join(str(e.strerror or e if isinstance(e, OSError) else e).split())[:_MAX_TEXT]
+        return error(
+            check,
+            f"it fails: {type(e).__name__}: {why}",
+            "engines would suspend its copies: see that the server or disk is there and may be written",
+        )
 
 
 def _check_tier(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier]) -> Finding:

@@ -1,0 +1,347 @@
+"""`tpu-offload doctor`: each planted fault is found, and nothing else is; a good machine has none."""
+
+import configparser
+import dataclasses
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.storage.memory_tier import MemoryTier
+from tpu_offload.cli.main import main
+from tpu_offload.config import OffloadConfig
+from tpu_offload.doctor import KNOWN_FAULTS, SUPPORTED, Level, examine, installed_versions
+from tpu_offload.doctor import devices as of_devices
+from tpu_offload.doctor.host import Host, check_host
+from tpu_offload.doctor.settings import read_settings
+from tpu_offload.doctor.tiers import check_tiers
+from tpu_offload.doctor.versions import check_known_faults, check_versions
+from tpu_offload.measure.worker_copies import WorkerCopies
+
+ROOT = Path(__file__).parents[2]
+GB = 2**30
+VLLM = {"vllm-tpu": "0.32.0", "tpu-inference": "0.32.0"}
+GOOD_HOST = Host(
+    total_nbytes=1000 * GB, available_nbytes=900 * GB, memlock_nbytes=None, huge_pages="madvise", num_nodes=2
+)
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("TPU_OFFLOAD_"):
+            monkeypatch.delenv(name)
+
+
+def found(findings, level):
+    return [f"{finding.check}: {finding.text}" for finding in findings if finding.level is level]
+
+
+def errors(findings):
+    return found(findings, Level.ERROR)
+
+
+def warnings(findings):
+    return found(findings, Level.WARNING)
+
+
+def config_of(**settings):
+    return OffloadConfig.create(**settings)
+
+
+# Versions.
+
+
+def test_the_installed_versions_are_supported():
+    findings = list(check_versions(installed_versions()))
+    assert [finding.level for finding in findings] == [Level.OK]
+
+
+def test_the_table_is_that_of_setup_cfg():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = [*setup["options"]["install_requires"].split(), f"python{setup['options']['python_requires']}"]
+    lines += [line for line in setup["options.extras_require"]["vllm"].split() if not line.startswith("#")]
+    assert {one.package + one.versions for one in SUPPORTED if one.package != "tpu-inference"} == set(lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"jax": "0.10.2", "jaxlib": "0.10.2"}, ["jax 0.10.2 is not supported (older", "jaxlib 0.10.2"]),
+        ({"numpy": None}, ["numpy is not installed"]),
+        ({"python": "3.11.9"}, ["python 3.11.9 is not supported"]),
+        ({"pydantic": "nonsense"}, ["pydantic nonsense is not supported"]),
+    ],
+)
+def test_bad_versions_are_errors(changes, expected):
+    installed = {name: version for name, version in (installed_versions() | changes).items() if version}
+    said = errors(check_versions(installed))
+    assert len(said) == len(expected)
+    assert all(text in line for text, line in zip(expected, said, strict=True))
+
+
+def test_another_vllm_is_untested_and_a_nightly_is_what_it_leads_to():
+    assert (
+        "vllm-tpu 0.33.1 is not supported" in warnings(check_versions(installed_versions() | {"vllm-tpu": "0.33.1"}))[0]
+    )
+    assert not warnings(check_versions(installed_versions() | VLLM))
+    assert not warnings(check_versions(installed_versions() | {"vllm-tpu": "0.32.1.dev3+g12ab"}))
+
+
+def test_jax_beside_another_jaxlib():
+    said = warnings(check_versions(installed_versions() | {"jaxlib": "0.99.0"}))
+    assert said == [f"versions: jax {installed_versions()['jax']} beside jaxlib 0.99.0"]
+
+
+def test_known_faults_are_mended_unless_the_patch_is_off():
+    good = list(check_known_faults(VLLM, config_of(host_gb=1)))
+    said = f"{len(KNOWN_FAULTS)} of the installed versions, mended by the connector (docs/upstream)"
+    assert [finding.text for finding in good] == [said]
+    said = errors(check_known_faults(VLLM, config_of(host_gb=1, patch_runner=False)))
+    assert len(said) == sum(fault.needs_patch for fault in KNOWN_FAULTS) == 2
+    assert "lose their sampled token" in said[0]
+    assert not errors(check_known_faults(VLLM | {"tpu-inference": "0.40"}, config_of(patch_runner=False)))
+    assert all((ROOT / fault.document).exists() for fault in KNOWN_FAULTS)
+
+
+# Settings.
+
+
+def test_settings_that_do_not_parse_or_contradict(monkeypatch):
+    monkeypatch.setenv("TPU_OFFLOAD_HOST_GBS", "3")
+    config, findings = read_settings({})
+    assert config is None
+    assert "TPU_OFFLOAD_HOST_GBS" in errors(findings)[0]
+    monkeypatch.delenv("TPU_OFFLOAD_HOST_GBS")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_GB", "3")
+    assert "TPU_OFFLOAD_STORAGE_GB is set but not used" in warnings(read_settings({})[1])[0]
+    monkeypatch.delenv("TPU_OFFLOAD_STORAGE_GB")
+    assert "host_gb" in errors(read_settings({"host_gb": -1})[1])[0]
+    assert "turns offloading off" in warnings(read_settings({"host_gb": 0})[1])[0]
+    assert "vLLM has none and refuses it" in warnings(read_settings({"save_path": "fused"})[1])[0]
+    storage = {"host_gb": 10, "storage_tier": "file", "storage_options": "/x", "storage_gb": 5}
+    assert "storage tier 0:file has 5 GB and the host tier 10" in warnings(read_settings(storage)[1])[0]
+
+
+def test_good_settings():
+    config, findings = read_settings({"host_gb": 10})
+    assert (config.host_gb, [finding.text for finding in findings]) == (10, ["valid"])
+
+
+# The host.
+
+
+def test_a_good_host():
+    assert not any(f.level is not Level.OK for f in check_host(GOOD_HOST, config_of(host_gb=700), on_tpu=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "level", "text"),
+    [
+        ({}, {"host_gb": 2000}, Level.ERROR, "TPU_OFFLOAD_HOST_GB=2000 and 900.0 GB can be allocated"),
+        ({}, {"host_gb": 800}, Level.WARNING, "the host tier is cut to 720.0 GB"),
+        ({"available_nbytes": 50 * GB}, {"host_gb": 100}, Level.WARNING, "the host tier is cut to 40.0 GB"),
+        ({}, {}, Level.WARNING, "TPU_OFFLOAD_HOST_GB is not set"),
+        ({"memlock_nbytes": 8 << 20}, {"host_gb": 10}, Level.WARNING, "the process may lock 0.00781 GB"),
+        ({"huge_pages": "never"}, {"host_gb": 10}, Level.WARNING, "transparent huge pages are off"),
+    ],
+)
+def test_faults_of_the_host(changes, settings, level, text):
+    host = dataclasses.replace(GOOD_HOST, **changes)
+    findings = list(check_host(host, config_of(**settings), on_tpu=True))
+    assert [finding for finding in findings if finding.level is not Level.OK and text not in finding.text] == []
+    assert [finding.level for finding in findings if text in finding.text] == [level]
+
+
+def test_the_host_is_read(tmp_path):
+    (tmp_path / "kernel/mm/transparent_hugepage").mkdir(parents=True)
+    (tmp_path / "kernel/mm/transparent_hugepage/enabled").write_text("always madvise [never]\n")
+    for node in ("node0", "node1"):
+        (tmp_path / "devices/system/node" / node).mkdir(parents=True)
+    host = Host.read(sysfs=tmp_path)
+    assert (host.huge_pages, host.num_nodes) == ("never", 2)
+    assert 0 < host.available_nbytes <= host.total_nbytes
+    assert Host.read(sysfs=tmp_path / "nowhere").num_nodes == 1
+
+
+# Storage.
+
+
+def storage_of(directory, name="file"):
+    return config_of(host_gb=1, storage_tier=name, storage_options=str(directory), storage_gb=2)
+
+
+def test_a_file_tier_is_tried_and_left_as_it_was(tmp_path):
+    kept = tmp_path / "kv" / "worker-0"
+    kept.mkdir(parents=True)
+    for directory in (tmp_path / "kv", tmp_path / "new"):
+        (finding,) = check_tiers(storage_of(directory))
+        assert finding.level is Level.OK, finding
+        assert finding.figures["read_nbytes_per_s"] > 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kv", "worker-0"]
+
+
+class Lying(MemoryTier):
+    def read(self, key, record):
+        super().read(key, record)
+        record[5] ^= 1
+
+
+class Frozen(MemoryTier):
+    thawed: threading.Event
+
+    def write(self, key, record):
+        self.thawed.wait(60)
+
+
+class Dead(MemoryTier):
+    def write(self, key, record):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+class Slow(MemoryTier):
+    def read(self, key, record):
+        time.sleep(0.06)
+        super().read(key, record)
+
+
+@pytest.mark.parametrize(
+    ("tier", "level", "text"),
+    [
+        (Lying, Level.ERROR, "8 of 8 records came back with other bytes"),
+        (Frozen, Level.ERROR, "no answer within 1 s"),
+        (Dead, Level.ERROR, "it fails: ConnectionRefusedError: Connection refused"),
+        (Slow, Level.WARNING, "in one thread"),
+        (MemoryTier, Level.OK, "in one thread"),
+    ],
+)
+def test_tiers_that_lie_freeze_or_are_dead(tier, level, text):
+    timeout_s, Frozen.thawed = 1 if tier is Frozen else 60, threading.Event()
+    (finding,) = check_tiers(storage_of("x", "valkey"), make=lambda name, spec: tier(spec), timeout_s=timeout_s)
+    Frozen.thawed.set()
+    assert finding.level is level
+    assert text in finding.text
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    (finding,) = check_tiers(storage_of(tmp_path / "file"))
+    assert finding.level is Level.ERROR
+    assert "the directory cannot be used" in finding.text
+
+
+# Devices.
+
+
+def test_every_copy_path_is_right_here():
+    findings = list(of_devices.check_copies(jax.local_devices()[:1]))
+    assert [finding.check for finding in findings] == [
+        "direct copies, bfloat16", "staged copies, bfloat16", "direct copies, float8_e4m3fn",
+        "staged copies, float8_e4m3fn",
+    ]  # fmt: skip
+    assert all(finding.level is Level.OK for finding in findings), findings
+
+
+def test_a_copy_path_that_changes_a_bit_is_found(monkeypatch):
+    finish = WorkerCopies.finish
+
+    def broken(self, caches):
+        caches = finish(self, caches)
+        raw = np.array(caches[1]).view(np.uint8)
+        raw[11, 3, 1, 0, 5] ^= 4
+        return [caches[0], jax.device_put(raw.view(caches[1].dtype), caches[1].sharding), *caches[2:]]
+
+    monkeypatch.setattr(WorkerCopies, "finish", broken)
+    monkeypatch.setattr(WorkerCopies, "_fill", lambda self, caches: None)
+    findings = list(of_devices.check_copies(jax.local_devices()[:1]))
+    assert len(errors(findings)) == 4
+    assert all("pages have other bytes than before" in line for line in errors(findings))
+
+
+def test_a_copy_path_that_does_not_compile_is_found(monkeypatch):
+    def fail(self, *args):
+        raise RuntimeError("INTERNAL: Mosaic failed\nmore")
+
+    monkeypatch.setattr(WorkerCopies, "dispatch", fail)
+    said = errors(of_devices.check_copies(jax.local_devices()[:1]))
+    assert len(said) == 4
+    assert "it fails: RuntimeError" in said[0]
+    assert "more" not in said[0]
+
+
+def test_no_device(monkeypatch):
+    def fail():
+        raise RuntimeError("The TPU is already in use by process with pid 17.\nmore")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    devices, findings = of_devices.find_devices()
+    assert not devices
+    assert errors(findings) == ["devices: jax finds no device: The TPU is already in use by process with pid 17."]
+
+
+def test_a_profile_of_another_device(tmp_path):
+    path = tmp_path / "profile.json"
+    entry = {"num_layers": 2, "page_nbytes": 65536, "save": ["direct"], "load": ["direct"]}
+    profile = {"format": "tpu_offload.profile", "version": 1, "device_kind": "TPU v9", "entries": [entry]}
+    path.write_text(json.dumps(profile))
+    settings = config_of(host_gb=1, save_path="auto", copy_profile=str(path))
+    said = errors(of_devices.check_profile(jax.local_devices(), settings))
+    assert len(said) == 1
+    assert "measured on 'TPU v9'" in said[0]
+    path.write_text(json.dumps(profile | {"device_kind": jax.local_devices()[0].device_kind}))
+    assert not errors(of_devices.check_profile(jax.local_devices(), settings))
+
+
+def test_a_host_tier_that_takes_long_to_allocate(monkeypatch):
+    monkeypatch.setattr(of_devices, "_SLOW_ALLOCATION_S", 0.0)
+    findings = list(of_devices.check_allocation(jax.local_devices()[:1], config_of(host_gb=3)))
+    assert [finding.check for finding in findings] == ["pinned memory", "copy speed"]
+    assert "the host tier is complete after" in warnings(findings)[0]
+
+
+# The command.
+
+
+def test_a_good_machine_passes(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    settings = {"kv_connector": "TPUOffloadConnector", "kv_connector_extra_config": {"host_gb": 0.1}}
+    assert main(["doctor", "--settings", json.dumps(settings), "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(path.read_text())
+    assert len(lines) == len(report["findings"]) + 1
+    assert re.fullmatch(r"0 errors, 1 warnings, \d+ s", lines[-1]), "only that there is no TPU"
+    assert "warning devices: " in "\n".join(lines)
+    assert all(re.match(r"(ok|warning|error) +[\w :,]+: ", line) for line in lines[:-1])
+    assert {"python", "jax", "tpu_offload"} <= set(report["versions"])
+
+
+def test_a_bad_machine_has_status_1(monkeypatch, capsys):
+    monkeypatch.setenv("TPU_OFFLOAD_HOST_GB", "100000")
+    assert main(["doctor", "--no-devices"]) == 1
+    said = capsys.readouterr().out
+    assert "error   host memory: TPU_OFFLOAD_HOST_GB=100000" in said
+    assert " -> set it to at most " in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [("{", "--settings is not JSON"), ("3", "--settings is a int; expected an object"), ("[]", "is a list")],
+)
+def test_bad_flags_have_one_line(settings, message, capsys):
+    assert main(["doctor", "--settings", settings]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_without_devices_jax_is_left_alone(monkeypatch):
+    monkeypatch.setattr(of_devices, "find_devices", lambda: pytest.fail("devices were used"))
+    assert not any(finding.check == "devices" for finding in examine({}, with_devices=False))
