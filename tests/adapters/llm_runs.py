@@ -449,12 +449,13 @@ def _engine(spec: dict[str, Any], model: str) -> Any:
 
 def _run_class(llm: Any) -> type[EngineRun]:
     from tests.adapters.rank_runs import RankedRun
-    from tests.adapters.stage_runs import StageRun
+    from tests.adapters.stage_runs import RankedStageRun, StageRun
 
     core = llm.llm_engine.engine_core.engine_core
+    has_ranks = hasattr(core.scheduler, "dp_size")
     if core.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return StageRun
-    return RankedRun if hasattr(core.scheduler, "dp_size") else EngineRun
+        return RankedStageRun if has_ranks else StageRun
+    return RankedRun if has_ranks else EngineRun
 
 
 def _one_line(error: BaseException) -> str:

@@ -37,17 +37,14 @@ def states_of_ranks(scheduler: Any) -> list[dict[str, Any]]:
     return [scheduler._get_result(rank) for rank in ranks]
 
 
-class RankedRun(llm_runs.EngineRun):
-    """One engine. What steps return of the schedulers is a list, by rank."""
+class RankedSteps(llm_runs.EngineRun):
+    """What an engine with ranks does in other ways than one without: its schedulers are in other processes.
 
-    @property
-    def connector(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        return get_kv_transfer_group() if has_kv_transfer_group() else None
+    What steps return of the schedulers is a list, by rank.
+    """
 
     def _watch(self) -> None:
-        pass  # the schedulers are in other processes
+        pass
 
     def drain(self) -> dict[str, Any]:
         """Serves short prompts until no scheduler waits for a copy: it learns of results with its next request."""
@@ -59,9 +56,8 @@ class RankedRun(llm_runs.EngineRun):
         return state
 
     def state(self) -> dict[str, Any]:
-        """The state of each scheduler, and of the worker."""
-        state: dict[str, Any] = {"ranks": states_of_ranks(self._scheduler)}
-        return state | (llm_runs.state_of_worker(self.worker) if self.connector is not None else {})
+        """The state of each scheduler, and of the workers."""
+        return {"ranks": states_of_ranks(self._scheduler)} | self._worker_state()
 
     def drive_and_abort(self, prompts: list[list[int]], after: int, **sampling: Any) -> None:
         """Aborts all requests after some steps."""
@@ -72,6 +68,19 @@ class RankedRun(llm_runs.EngineRun):
         engine.abort_request(ids)
         while engine.has_unfinished_requests():
             engine.step()
+
+
+class RankedRun(RankedSteps):
+    """One engine."""
+
+    @property
+    def connector(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+    def _worker_state(self) -> dict[str, Any]:
+        return llm_runs.state_of_worker(self.worker) if self.connector is not None else {}
 
     def confuse_ranks(self) -> None:
         """Plants the fault that every rank copies to and from the places of the first."""

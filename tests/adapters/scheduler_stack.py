@@ -89,7 +89,7 @@ class Stack:
         self.num_ahead = self.config.max_concurrent_batches - 1  # steps that are scheduled before the first ends
         self.guess = guess
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda config: num_workers)
+            patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda config: num_workers * num_stages)
             if num_rows:  # as `install_hybrid_coordinator_hooks` does
                 patch.setattr("vllm.v1.core.sched.scheduler.KVCacheManager", TPUKVCacheManager)
                 make = tpu_get_kv_cache_coordinator

@@ -19,6 +19,7 @@ from tests.adapters.llm_probes import (
     shuffle_host_memory,
 )
 from tests.adapters.llm_runs import EngineRun, main
+from tests.adapters.rank_runs import RankedSteps
 from tests.inside import tier_groups
 
 
@@ -31,8 +32,11 @@ class StageRun(EngineRun):
         self._scheduler = self._core.scheduler
         self._conversations: dict[int, list[int]] = {}
         self._num_ids = 0
-        self._preempted = count_calls(self._scheduler, "_preempt_request")
+        self._watch()
         self._in_stages(_count_transfers)
+
+    def _watch(self) -> None:
+        self._preempted = count_calls(self._scheduler, "_preempt_request")
 
     def _in_stages(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function of vLLM's worker in each stage. Returns the results by stage."""
@@ -72,6 +76,10 @@ class StageRun(EngineRun):
     def break_reads(self, times: int, stage: int) -> None:
         """Has the next reads of storage fail in this stage."""
         self._in_stages(_in_one_stage, stage, break_reads, times)
+
+
+class RankedStageRun(RankedSteps, StageRun):
+    """One engine with data-parallel ranks in each stage."""
 
 
 # These run in the processes of the stages; `wrapper` is vLLM's wrapper of tpu-inference's worker.

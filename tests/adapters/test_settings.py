@@ -30,8 +30,8 @@ from tpu_offload.adapters.vllm.plugin import register
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
     check_workers,
-    count_hosts_of_ranks,
     count_workers,
+    count_workers_of_ranks,
     group_order,
     read_config,
     state_groups,
@@ -370,14 +370,25 @@ def test_forked_schedulers_of_data_parallel_ranks_do_not_ask_ray(monkeypatch):
     with_ranks = config(sharding_config=Sharding())
     assert count_workers(with_ranks) == 1
     monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
-    monkeypatch.setattr(settings, "_num_hosts_of_ranks", None)
+    monkeypatch.setattr(settings, "_num_workers_of_ranks", None)
     node = {"Alive": True, "Resources": {current_platform.ray_device_key: 1.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [node] * 3)
-    with pytest.raises(ConfigError, match="need vLLM's plugin tpu_offload, which has not counted them"):
+    with pytest.raises(ConfigError, match="need vLLM's plugin tpu_offload, which has not counted the processes"):
         count_workers(with_ranks)
-    assert count_hosts_of_ranks() == 3
+    assert count_workers_of_ranks(with_ranks) == 3
     monkeypatch.setattr(ray, "nodes", lambda: pytest.fail("asked in a forked process"))
     assert count_workers(with_ranks) == 3
+
+
+def test_data_parallel_ranks_in_stages_need_the_plugin(monkeypatch):
+    with_ranks = config(sharding_config=Sharding(), **STAGES)
+    monkeypatch.setattr(settings, "_num_workers_of_ranks", None)
+    with pytest.raises(
+        ConfigError, match="data-parallel ranks with several hosts or pipeline stages need vLLM's plugin"
+    ):
+        count_workers(with_ranks)
+    assert count_workers_of_ranks(with_ranks) == 2
+    assert count_workers(with_ranks) == 2
 
 
 def test_storage_with_data_parallel_ranks_on_several_hosts_is_refused(monkeypatch):
@@ -483,25 +494,32 @@ class DPScheduler:
         self.num_workers = count_workers(vllm_config)  # what its forked schedulers ask
 
 
-@pytest.mark.parametrize(("is_ours", "num_hosts"), [(True, 3), (True, 1), (False, 3)])
-def test_reports_of_all_hosts_are_joined_for_ranks_with_this_connector(monkeypatch, is_ours, num_hosts):
+@pytest.mark.parametrize(
+    ("is_ours", "num_hosts", "num_stages"), [(True, 3, 1), (True, 1, 1), (False, 3, 1), (True, 0, 2), (True, 0, 1)]
+)
+def test_reports_of_all_hosts_or_stages_are_joined_for_ranks_with_this_connector(
+    monkeypatch, is_ours, num_hosts, num_stages
+):
+    """No hosts: one without a backend for several."""
     import ray
     from tpu_inference import envs
     from vllm.platforms import current_platform
 
     register()
-    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
-    monkeypatch.setattr(settings, "_num_hosts_of_ranks", None if is_ours else num_hosts)
+    num_workers = (num_hosts or 1) * num_stages
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray" if num_hosts else "", raising=False)
+    monkeypatch.setattr(settings, "_num_workers_of_ranks", None if is_ours else num_workers)
     node = {"Alive": True, "Resources": {current_platform.ray_device_key: 1.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [node] * num_hosts)
-    vllm_config = make_config(num_blocks=8)
+    vllm_config = make_config(num_blocks=8, num_stages=num_stages)
     vllm_config.scheduler_config.scheduler_cls = DPScheduler
     vllm_config.sharding_config = Sharding()
     if not is_ours:
         vllm_config.kv_transfer_config.kv_connector_module_path = "another"
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()(vllm_config=vllm_config)
-    assert scheduler.num_workers == num_hosts
-    assert (scheduler.connector and scheduler.connector.get_finished_count()) == (num_hosts if is_ours else None)
+    assert scheduler.num_workers == num_workers
+    is_joined = is_ours and (num_hosts, num_stages) != (0, 1)
+    assert (scheduler.connector and scheduler.connector.get_finished_count()) == (num_workers if is_joined else None)
 
 
 def test_tpu_inference_accepts_only_its_own_names():

@@ -100,7 +100,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 config,
                 block_size=vllm_config.cache_config.block_size,
-                num_workers=count_workers(vllm_config) * num_stages(vllm_config),
+                num_workers=count_workers(vllm_config),
                 num_stages=num_stages(vllm_config),
                 group_order=group_order(kv_cache_config),
                 state_groups=state_groups(kv_cache_config),

@@ -3,7 +3,7 @@
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from tpu_offload.adapters.vllm.names import CONNECTOR_NAME, MODULE_PATH
-from tpu_offload.adapters.vllm.rank_hosts import join_reports_of_hosts
+from tpu_offload.adapters.vllm.rank_reports import join_reports_for_ranks
 from tpu_offload.adapters.vllm.stage_start import let_stages_start
 
 
@@ -15,5 +15,5 @@ def register() -> None:
     """
     if CONNECTOR_NAME not in KVConnectorFactory._registry:  # a process may load plugins more than once
         KVConnectorFactory.register_connector(CONNECTOR_NAME, MODULE_PATH, "TPUOffloadConnector")
-    join_reports_of_hosts()
+    join_reports_for_ranks()
     let_stages_start()

@@ -267,8 +267,6 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
     backend = multihost_backend()
     if backend:
         yield f"{given} with TPU_MULTIHOST_BACKEND={backend}: stages on several hosts are not supported; {change}"
-    if count_ranks(vllm_config) > 1:
-        yield f"{given} and {count_ranks(vllm_config)} data-parallel ranks in one engine are not supported; {change}"
     if num_groups > 1:
         yield (
             f"{given} and {num_groups} KV cache groups: stages with sliding windows or states are not supported; "
@@ -307,30 +305,36 @@ def multihost_backend() -> str:
 
 
 def count_workers(vllm_config: "VllmConfig") -> int:
-    """For a scheduler, the processes that hold a part of each block of a pipeline stage: one per host.
+    """For a scheduler, the processes that hold a part of the caches: one per host, or one per pipeline stage.
 
     Raises:
-      ConfigError: as `count_hosts`; or the scheduler is that of a rank on one of several hosts that nobody has counted.
+      ConfigError: as `count_hosts`; or the scheduler is that of a rank in an engine whose processes nobody has counted.
     """
-    if count_ranks(vllm_config) == 1 or not multihost_backend():
-        return count_hosts()
-    if _num_hosts_of_ranks is None:
+    if count_ranks(vllm_config) == 1 or not has_several_workers(vllm_config):
+        return count_hosts() * num_stages(vllm_config)
+    if _num_workers_of_ranks is None:
         raise ConfigError(
-            "tpu_offload: data-parallel ranks on several hosts need vLLM's plugin tpu_offload, which has not counted "
-            "them: install the package with pip in the environment of the engine, name it in VLLM_PLUGINS if that is "
-            f"set, and use the connector by itself with kv_connector_module_path={MODULE_PATH}"
+            "tpu_offload: data-parallel ranks with several hosts or pipeline stages need vLLM's plugin tpu_offload, "
+            "which has not counted the processes: install the package with pip in the environment of the engine, name "
+            f"it in VLLM_PLUGINS if that is set, and use the connector by itself with "
+            f"kv_connector_module_path={MODULE_PATH}"
         )
-    return _num_hosts_of_ranks
+    return _num_workers_of_ranks
 
 
-_num_hosts_of_ranks: int | None = None  # inherited by the schedulers of ranks, which are forked and must not ask Ray
+def has_several_workers(vllm_config: "VllmConfig") -> bool:
+    """Whether an engine's model may run in more than one process."""
+    return multihost_backend() != "" or num_stages(vllm_config) > 1
 
 
-def count_hosts_of_ranks() -> int:
-    """As `count_hosts`; for the schedulers of ranks, too, which are forked afterwards (see `rank_hosts`)."""
-    global _num_hosts_of_ranks
-    _num_hosts_of_ranks = count_hosts()
-    return _num_hosts_of_ranks
+_num_workers_of_ranks: int | None = None  # inherited by the schedulers of ranks, which are forked and must not ask Ray
+
+
+def count_workers_of_ranks(vllm_config: "VllmConfig") -> int:
+    """As `count_workers`; for the schedulers of ranks, too, which are forked afterwards (see `rank_reports`)."""
+    global _num_workers_of_ranks
+    _num_workers_of_ranks = count_hosts() * num_stages(vllm_config)
+    return _num_workers_of_ranks
 
 
 def count_hosts() -> int:

@@ -1,11 +1,11 @@
-"""Data-parallel ranks on several hosts: joins what the hosts report, which tpu-inference 0.32 does not.
+"""Data-parallel ranks on several hosts, or in pipeline stages: joins what the processes of the model report.
 
 vLLM's executors join the outputs of the connectors of several workers if the engine's scheduler has a connector. With
-ranks, the schedulers that have one are in forked processes: the engine has a `DPScheduler` without, and passes on the
-output of one host. The copies of the others would never be acknowledged. Here the `DPScheduler` gets what the engine
-asks it for: the number of workers that report.
+ranks, tpu-inference 0.32 runs the schedulers that have one in forked processes: the engine has a `DPScheduler` without,
+and passes on the output of one host, or of the last stage. The copies of the others would never be acknowledged. Here
+the `DPScheduler` gets what the engine asks it for: the number of workers that report.
 
-It also counts the hosts, which forked processes cannot: they must not ask Ray.
+It also counts them before it forks: a forked process must not ask Ray.
 """
 
 import functools
@@ -37,8 +37,8 @@ class ReportingWorkers:
         return self._num_workers
 
 
-def join_reports_of_hosts() -> None:
-    """Has engines with this connector and ranks on several hosts join the reports of all hosts; idempotent.
+def join_reports_for_ranks() -> None:
+    """Has engines with this connector and ranks join the reports of all hosts or stages; idempotent.
 
     Called in every process of vLLM, before it makes schedulers.
     """
@@ -52,16 +52,16 @@ def _scheduler_cls(original: Callable[[SchedulerConfig], Any], config: Scheduler
 
 @functools.cache
 def _joining(base: Any) -> Any:
-    """tpu-inference's `DPScheduler`, which counts hosts before it forks and says how many workers report."""
+    """tpu-inference's `DPScheduler`, which counts the workers before it forks and says how many report."""
 
     class JoiningScheduler(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
-            from tpu_offload.adapters.vllm.settings import count_hosts_of_ranks, multihost_backend
+            from tpu_offload.adapters.vllm.settings import count_workers_of_ranks, has_several_workers
 
-            joins = has_this_connector(vllm_config) and multihost_backend() != ""
-            num_hosts = count_hosts_of_ranks() if joins else 1
+            joins = has_this_connector(vllm_config) and has_several_workers(vllm_config)
+            num_workers = count_workers_of_ranks(vllm_config) if joins else 1
             super().__init__(*args, vllm_config=vllm_config, **kwargs)
             if joins:  # for one host, too: Ray's executors rely on it
-                self.connector = ReportingWorkers(num_hosts)
+                self.connector = ReportingWorkers(num_workers)
 
     return JoiningScheduler
