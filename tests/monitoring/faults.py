@@ -1,7 +1,7 @@
 """What Prometheus sees of a healthy engine, of one with each fault, and of one with much that is not yet a fault.
 
-Series are samples by minute, in promtool's notation. A fault begins after half an hour and ends, so that each alert must
-fire and must end.
+Series are samples by minute, in promtool's notation. A fault begins after half an hour and ends, so that each alert
+must fire and must end.
 """
 
 import dataclasses
@@ -128,9 +128,7 @@ FAULTS = (
         "TpuOffloadBreakerOpen", "the same without storage", {"num_open_breakers": gauge_during(7, 1)}, storage=False
     ),
     _fault("TpuOffloadCopiesFail", "one copy fails", {"num_failed_jobs": once()}),
-    _fault(
-        "TpuOffloadCopiesTimeOut", "one copy times out", {"num_failed_jobs": once(), "num_timed_out_jobs": once()}
-    ),
+    _fault("TpuOffloadCopiesTimeOut", "one copy times out", {"num_failed_jobs": once(), "num_timed_out_jobs": once()}),
     Case(
         title="two copies fail and one times out",
         changed={"num_failed_jobs": once(3), "num_timed_out_jobs": once()},
