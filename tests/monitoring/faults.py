@@ -168,11 +168,14 @@ FAULTS = (
         changed={"tier.num_open_breakers@1:valkey": gauge_during(7, 2), "num_open_breakers": gauge_during(7, 3)},
         fires=frozenset({("TpuOffloadBreakerOpen", ""), ("TpuOffloadStorageBreakerOpen", "1:valkey")}),
     ),
-    _fault(
-        "TpuOffloadStorageCopiesFail",
-        "a disk refuses one chunk",
-        {"tier.failed_storage_chunks@0:file": once(), "failed_storage_chunks": once()},
-        tier="0:file",
+    Case(
+        title="a disk refuses a job of three chunks",
+        changed={
+            "tier.failed_storage_chunks@0:file": once(3),
+            "failed_storage_chunks": once(3),
+            "num_failed_jobs": once(),
+        },
+        fires=frozenset({("TpuOffloadStorageCopiesFail", "0:file"), ("TpuOffloadCopiesFail", "")}),
     ),
     _fault("TpuOffloadStorageLookupsFail", "one look-up fails", {"num_failed_storage_lookups": once()}),
     _fault("TpuOffloadStorageTooSlow", "a third not written", {"dropped_cascade_chunks": grows_during(60, 500)}),

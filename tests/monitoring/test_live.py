@@ -1,22 +1,17 @@
 """A real Prometheus scrapes a real run: every expression of dashboard and alerts has data."""
 
-import math
 import time
 
 import pytest
-import yaml
 
 from tests.monitoring.live_engine import LiveEngine, endpoint
-from tests.monitoring.prometheus import ROOT, promtool, running
+from tests.monitoring.prometheus import SCRAPE, as_grafana_asks, configure, is_finite, promtool, running
 from tests.storage.servers import free_port
 from tpu_offload.metrics import HISTOGRAMS, SWAP_FIELDS
 from tpu_offload.monitoring import ALERTS, ROWS
 from tpu_offload.monitoring.expressions import NAMES
-from tpu_offload.monitoring.files import RULES
 
-SCRAPE = ROOT / "deploy" / "prometheus" / "scrape.yml"
-_END_S = 30.0
-_WINDOW = "5s"
+_END_S = 90.0
 _QUERIES = [query for row in ROWS for panel in row.panels for query in panel.queries]
 
 
@@ -29,21 +24,14 @@ def test_the_example_is_valid():
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory):
+def run(tmp_path_factory):
     """The engine, which has served once; Prometheus with the example's configuration; and both jobs' instances."""
     folder = tmp_path_factory.mktemp("live")
     live = LiveEngine(folder / "kv")
     live.serve_round()
     with endpoint(live.vllm_registry) as vllm, endpoint(live.own_registry) as own:
-        config = yaml.safe_load(SCRAPE.read_text())
-        config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "500ms"}
-        config["rule_files"] = [str(ROOT / RULES)]
         instances = {"vllm": vllm, "tpu_offload_engine": own}
-        for job in config["scrape_configs"]:
-            job["static_configs"] = [{"targets": [instances[job["job_name"]]]}]
-        path = folder / "prometheus.yml"
-        path.write_text(yaml.safe_dump(config))
-        with running(path, folder, free_port()) as prometheus:
+        with running(configure(folder, instances), folder, free_port()) as prometheus:
             yield live, prometheus, instances
     live.engine.close()
 
@@ -63,33 +51,31 @@ def wanted(instances):
         for job, instance in instances.items():
             if any(is_only_in_vllm(name) if job != "vllm" else name in SWAP_FIELDS for name in names):
                 continue
-            text = query.expression.text.replace("$__rate_interval", _WINDOW)
-            yield text.replace("$model", ".*").replace("$instance", instance)
+            yield as_grafana_asks(query, instance, window="5s")
 
 
-def test_every_expression_of_the_dashboard_has_data(live):
-    live, prometheus, instances = live
+def test_every_expression_of_the_dashboard_has_data(run):
+    live, prometheus, instances = run
     missing = set(wanted(instances))
     assert len(missing) > len(_QUERIES)
 
     def still():
-        found = [text for text in missing if any(math.isfinite(value) for _, value in prometheus.query(text))]
-        missing.difference_update(found)
+        missing.difference_update([text for text in missing if is_finite(prometheus.query(text))])
         return missing
 
     wait_for(live, still)
 
 
-def test_engines_of_vllm_have_no_request_swap(live):
+def test_engines_of_vllm_have_no_request_swap(run):
     """Why the row of request swap is empty there: its series are absent."""
-    _, prometheus, _ = live
+    _, prometheus, _ = run
     for name in SWAP_FIELDS:
         found = {labels["job"] for labels, _ in prometheus.query(NAMES[name])}
         assert found == {"tpu_offload_engine"}, name
 
 
-def test_every_series_of_the_alerts_is_there_and_none_fires(live):
-    live, prometheus, _ = live
+def test_every_series_of_the_alerts_is_there_and_none_fires(run):
+    live, prometheus, _ = run
     names = {name for alert in ALERTS for name in alert.expression.names}
     for name in names:
         job = "tpu_offload_engine" if name in SWAP_FIELDS else "vllm"
@@ -105,9 +91,9 @@ def test_every_series_of_the_alerts_is_there_and_none_fires(live):
     assert prometheus.query('ALERTS{alertstate="firing"}') == []
 
 
-def test_a_copy_that_really_fails_alerts(live):
+def test_a_copy_that_really_fails_alerts(run):
     """The only fault that this run has; `test_alerts` has the others."""
-    live, prometheus, _ = live
+    live, prometheus, _ = run
     live.fail_next_save()
 
     def not_fired():

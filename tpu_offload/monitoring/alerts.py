@@ -72,8 +72,9 @@ _COPIES = (
         name="TpuOffloadCopiesFail",
         severity=Severity.WARNING,
         template="increase({num_failed_jobs}[10m]) > increase({num_timed_out_jobs}[10m])",
-        summary=f"{_AT}: {_COUNT} copies between HBM and host memory failed in 10 minutes",
-        action="The requests were recomputed. The engine's log has the reason of each failure.",
+        summary=f"{_AT}: copies failed ({_COUNT} in 10 minutes)",
+        action="The requests were recomputed. The engine's log has the reason of each failure. Copies to and "
+        "from storage count, too.",
     ),
     Alert(
         name="TpuOffloadCopiesTimeOut",
