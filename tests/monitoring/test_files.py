@@ -35,7 +35,7 @@ def test_the_page_has_every_series_once():
 def test_the_page_says_where_a_series_is_used():
     row = next(line for line in GENERATED[METRICS_PAGE].splitlines() if "`vllm:tpu_offload_saved_blocks_total`" in line)
     assert row == (
-        "| `vllm:tpu_offload_saved_blocks_total` | counter | blocks |  | Blocks of finished saves. | Blocks copied, "
+        "| `vllm:tpu_offload_saved_blocks_total` | counter | blocks |  | Blocks of finished saves. | *Blocks copied*, "
         "[TpuOffloadSavesDropped](monitoring.md#tpuoffloadsavesdropped), "
         "[TpuOffloadSilent](monitoring.md#tpuoffloadsilent) |"
     )

@@ -25,9 +25,8 @@ class Unit(enum.Enum):
     SHARE = "percentunit"
     BYTES_PER_S = "Bps"
     SECONDS = "s"
-    TOKENS_PER_S = "cps"
+    PER_S = "cps"
     COUNT = "short"
-    PER_S = "ops"
 
 
 @final

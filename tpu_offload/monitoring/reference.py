@@ -20,7 +20,7 @@ and without labels, except `tier`. The last column names the panels of the dashb
 Counters only increase: take their `rate` or `increase`. Bytes are over all devices. A job is a copy of blocks, a chunk
 is `TPU_OFFLOAD_BLOCKS_PER_CHUNK` blocks.
 """
-_HEAD = "| series | kind | unit | labels | what it says | used in |\n|---|---|---|---|---|---|\n"
+_HEAD = "| series | kind | unit | more labels | what it says | used in |\n|---|---|---|---|---|---|\n"
 _SECTIONS = {
     "Host tier, copies and storage": "",
     "Each storage tier": "In vLLM a tier has its series from its first counts on.\n\n",
@@ -54,7 +54,7 @@ def _used_in() -> dict[str, str]:
     for row in ROWS:
         for panel in row.panels:
             for name in {name: None for query in panel.queries for name in query.expression.names}:
-                found[name].append(panel.title)
+                found[name].append(f"*{panel.title}*")
     for alert in ALERTS:
         for name in alert.expression.names:
             found[name].append(f"[{alert.name}](monitoring.md#{alert.name.lower()})")

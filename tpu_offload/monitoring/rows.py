@@ -53,7 +53,7 @@ _USE = Row(
             title="Where prompt tokens came from",
             help="local_compute: prefilled. local_cache_hit: found in HBM. external_kv_transfer: loaded by the "
             "connector, from host memory or storage. What is not computed is saved.",
-            unit=Unit.TOKENS_PER_S,
+            unit=Unit.PER_S,
             queries=(Query(rate("vllm.prompt_tokens_by_source", "source"), "{{source}}"),),
             stacked=True,
         ),
@@ -72,7 +72,7 @@ _USE = Row(
             title="Looked up, found, loaded",
             help="Tokens a second. Matched below found: no room in the staging buffer, or loads suspended. Loaded "
             "below matched: loads fail. Skipped: computing them was estimated to be faster.",
-            unit=Unit.TOKENS_PER_S,
+            unit=Unit.PER_S,
             queries=(
                 Query(rate("looked_up_tokens"), "looked up"),
                 Query(rate("found_tokens"), "found"),
@@ -316,7 +316,7 @@ _STORAGE = Row(
         Panel(
             title="Tokens read from storage",
             help="Tokens of full attention a second.",
-            unit=Unit.TOKENS_PER_S,
+            unit=Unit.PER_S,
             queries=(Query(rate("promoted_tokens"), "read"),),
         ),
         Panel(
@@ -404,7 +404,7 @@ _SWAP = Row(
         Panel(
             title="Measured prefill rate",
             help="What a swap is compared with.",
-            unit=Unit.TOKENS_PER_S,
+            unit=Unit.PER_S,
             queries=(Query("avg({prefill_tokens_per_s})", "prefill"),),
         ),
     ),
