@@ -1,8 +1,8 @@
 """Metrics: a snapshot for code, Prometheus series, and a log line.
 
 Each metric is declared once, at its field of `OffloadStats`: what it counts, its unit, and whether it is a counter or a
-gauge. The series here and those of the vLLM adapter, with names and help, are generated from that. The file is long
-because all declarations are in one place.
+gauge. The series here and those of the vLLM adapter, with names and help, are generated from that, and so are the
+dashboard, the alerts and docs/metrics.md (`monitoring/`). The file is long because all declarations are in one place.
 
 Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
 steps pay nothing for them.
@@ -15,7 +15,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,6 +23,10 @@ from prometheus_client.registry import Collector
 from tpu_offload.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
+PREFIX = "tpu_offload_"
+"""Of the series of `StatsCollector`."""
+VLLM_PREFIX = "vllm:tpu_offload_"
+"""Of the series on vLLM's endpoint."""
 _METRIC = "tpu_offload.metric"
 _BASE_UNITS = {"_nbytes": "_bytes", "_s": "_seconds", "_nbytes_per_s": "_bytes_per_second", "_per_s": "_per_second"}
 
@@ -394,6 +398,46 @@ class TierStats:
         return {name: getattr(self, name) for name in TIER_METRICS}
 
 
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramSpec:
+    """The declaration of a histogram of durations, which the vLLM adapter exports.
+
+    Attributes:
+      family: name in Prometheus, without prefix; its series end with `_bucket`, `_sum` and `_count`.
+      help: for an operator.
+      buckets_s: upper bounds of the buckets, in seconds.
+    """
+
+    family: str
+    help: str
+    buckets_s: tuple[float, ...] = (
+        0.0005,
+        0.001,
+        0.002,
+        0.005,
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+        60.0,
+    )
+
+    unit: ClassVar[str] = "seconds"
+
+
+_OBSERVED = "from dispatch until seen finished. It is checked once a step, so no shorter than a step."
+SAVE_DURATION = HistogramSpec(family="save_duration_seconds", help=f"Seconds of each finished save, {_OBSERVED}")
+LOAD_DURATION = HistogramSpec(family="load_duration_seconds", help=f"Seconds of each finished load, {_OBSERVED}")
+HISTOGRAMS = MappingProxyType({"save_duration": SAVE_DURATION, "load_duration": LOAD_DURATION})
+"""The declarations of the histograms, by name."""
+
 _NAMES = tuple(METRICS)
 _values = operator.attrgetter(*_NAMES)
 
@@ -421,10 +465,10 @@ class StatsCollector(Collector):
         """One family per metric: `tpu_offload_<family>`; those of tiers with a sample for each."""
         stats = self._get_stats()
         for spec in METRICS.values():
-            yield _family_type(spec)(f"tpu_offload_{spec.family}", spec.help, value=getattr(stats, spec.field))
+            yield _family_type(spec)(PREFIX + spec.family, spec.help, value=getattr(stats, spec.field))
         tiers = self._get_tier_stats()
         for spec in TIER_METRICS.values() if tiers else ():
-            family = _family_type(spec)(f"tpu_offload_{spec.family}", spec.help, labels=["tier"])
+            family = _family_type(spec)(PREFIX + spec.family, spec.help, labels=["tier"])
             for tier in tiers:
                 family.add_metric([tier.tier], getattr(tier, spec.field))
             yield family

@@ -5,6 +5,7 @@ blocks that no request is preempted, for the expected answers; and `doomed`, who
 """
 
 import asyncio
+import dataclasses
 import json
 import random
 import signal
@@ -15,7 +16,11 @@ import pytest
 from scripts.vllm_cpu.vllm_client import Client, Load, answers, words
 from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server
 from tests.adapters.kv_tree import KVTree
-from tpu_offload.metrics import METRICS, MetricGroup
+from tests.monitoring.prometheus import as_grafana_asks, configure, is_finite, running
+from tests.storage.servers import free_port
+from tpu_offload.metrics import METRICS, SWAP_FIELDS, MetricGroup
+from tpu_offload.monitoring import ALERTS, ROWS
+from tpu_offload.monitoring.expressions import NAMES
 
 pytestmark = pytest.mark.vllm
 
@@ -209,6 +214,30 @@ def test_events_match_what_lookups_find(served):
         served.empty_hbm()
         found.append(served.ask(tokens, answer=1, **limits(max_save_tokens=0)).cached_tokens)
     assert found == expected
+
+
+def test_prometheus_has_data_for_the_dashboard(served, tmp_path):
+    """What this engine cannot have is named: it has no storage tiers, and vLLM has no request swap."""
+    load = dataclasses.replace(PRESSURE, conversations=3, concurrency=3)
+    wanted, instance = set(), served.ours.url.removeprefix("http://")
+    for query in (query for row in ROWS for panel in row.panels for query in panel.queries):
+        if not any(name.startswith("tier.") or name in SWAP_FIELDS for name in query.expression.names):
+            wanted.add(as_grafana_asks(query, instance, window="2m"))
+    assert len(wanted) > 50
+    config = configure(tmp_path, {"vllm": instance})
+    with running(config, tmp_path, free_port()) as prometheus:
+        for seed in range(20, 30):
+            served.empty_hbm()
+            for _ in range(2):
+                talk(served.ours, lambda c, seed=seed: c.converse(load, seed=seed))
+            wanted -= {text for text in wanted if is_finite(prometheus.query(text))}
+            if not wanted:
+                break
+        assert not wanted
+        names = {name for alert in ALERTS for name in alert.expression.names}
+        absent = {name for name in names if not prometheus.query(NAMES[name])}
+        assert absent == {name for name in names if name.startswith("tier.") or name in SWAP_FIELDS}
+        assert prometheus.query('ALERTS{alertstate="firing"}') == []
 
 
 def test_metrics_agree_with_each_other(served):

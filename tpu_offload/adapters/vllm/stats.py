@@ -8,18 +8,24 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tpu_offload import FinishedTransfer, OffloadStats, TierStats
-from tpu_offload.metrics import GAUGES, METRICS, TIER_METRICS, MetricGroup, MetricKind, MetricSpec
+from tpu_offload.metrics import (
+    GAUGES,
+    HISTOGRAMS,
+    LOAD_DURATION,
+    METRICS,
+    SAVE_DURATION,
+    TIER_METRICS,
+    VLLM_PREFIX,
+    MetricGroup,
+    MetricKind,
+    MetricSpec,
+)
 from tpu_offload.types import Direction
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_PREFIX = "vllm:tpu_offload_"
-_SECONDS = {Direction.SAVE: "save_duration_seconds", Direction.LOAD: "load_duration_seconds"}
-_SECONDS_HELP = (
-    "Seconds of each copy, from dispatch until seen finished. It is checked once a step, so no shorter than a step."
-)
-_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+_SECONDS = {Direction.SAVE: SAVE_DURATION.family, Direction.LOAD: LOAD_DURATION.family}
 _OF_TIER = "@"  # between the name of a count and the label of its storage tier
 _SPECS = {name: spec for name, spec in METRICS.items() if spec.group is not MetricGroup.SWAP}
 
@@ -109,16 +115,16 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         self._series: dict[str, tuple[type[Any], dict[int, Any]]] = {}
 
         def add(name: str, kind: type[Any], family: str, text: str, **extra: Any) -> None:
-            metric = metric_types[kind](name=_PREFIX + family, documentation=text, labelnames=labelnames, **extra)
+            metric = metric_types[kind](name=VLLM_PREFIX + family, documentation=text, labelnames=labelnames, **extra)
             self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
 
         for name, spec in _SPECS.items():
             add(name, _type(spec), spec.family, spec.help)
-        for name in _SECONDS.values():
-            add(name, Histogram, name, _SECONDS_HELP, buckets=_BUCKETS_S)
+        for durations in HISTOGRAMS.values():
+            add(durations.family, Histogram, durations.family, durations.help, buckets=durations.buckets_s)
         self._of_tiers = {
             name: metric_types[_type(spec)](
-                name=_PREFIX + spec.family, documentation=spec.help, labelnames=[*labelnames, "tier"]
+                name=VLLM_PREFIX + spec.family, documentation=spec.help, labelnames=[*labelnames, "tier"]
             )
             for name, spec in TIER_METRICS.items()
         }
