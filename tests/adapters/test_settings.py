@@ -257,6 +257,11 @@ def on_several_hosts(monkeypatch):
     return config(**STAGES)
 
 
+def with_compiled_graphs(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    return on_several_hosts(monkeypatch)
+
+
 def pooling(monkeypatch):
     found = config(**STAGES)
     monkeypatch.setattr(found.model_config, "runner_type", "pooling")
@@ -266,7 +271,12 @@ def pooling(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "specs", "message"),
     [
-        (on_several_hosts, (FULL,), "with TPU_MULTIHOST_BACKEND=ray: .*; set --pipeline-parallel-size 1"),
+        (
+            on_several_hosts,
+            (FULL,),
+            "with TPU_MULTIHOST_BACKEND=ray: .* on which host .*; set --pipeline-parallel-size",
+        ),
+        (with_compiled_graphs, (FULL,), "with TPU_MULTIHOST_BACKEND=ray: .* only the output of the last stage .*; set"),
         (pooling, (FULL,), "and a pooling model: .* without the connector"),
         (lambda _: config(**STAGES), (FULL, sliding()), "and 2 KV cache groups: .*; set --pipeline-parallel-size 1"),
         (lambda _: config_of_states(**STAGES), (STATE, FULL), "and 2 KV cache groups: stages with sliding windows or"),

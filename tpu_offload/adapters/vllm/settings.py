@@ -266,7 +266,7 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
     change = "set --pipeline-parallel-size 1"
     backend = multihost_backend()
     if backend:
-        yield f"{given} with TPU_MULTIHOST_BACKEND={backend}: stages on several hosts are not supported; {change}"
+        yield f"{given} with TPU_MULTIHOST_BACKEND={backend}: {_problem_of_distant_stages()}; {change}"
     if num_groups > 1:
         yield (
             f"{given} and {num_groups} KV cache groups: stages with sliding windows or states are not supported; "
@@ -287,6 +287,21 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
             f"{given} and a pooling model: vLLM cannot join the connector's outputs of its stages; {change}, or run "
             "this model without the connector"
         )
+
+
+def _problem_of_distant_stages() -> str:
+    """Why stages on several hosts cannot work, by the executor that vLLM has for them."""
+    from vllm import envs
+
+    if envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        return (
+            "tpu-inference 0.32 does not tell a stage on which host the one before it is, so it waits for activations "
+            "for ever, with or without a connector"
+        )
+    return (
+        "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 only the output of the last stage reaches the engine, so what the "
+        "others have saved or loaded is never reported"
+    )
 
 
 def num_stages(vllm_config: "VllmConfig") -> int:
