@@ -227,8 +227,8 @@ def test_prometheus_has_data_for_the_dashboard(served, tmp_path):
     config = configure(tmp_path, {"vllm": instance})
     with running(config, tmp_path, free_port()) as prometheus:
         for seed in range(20, 30):
-            served.empty_hbm()
-            for _ in range(2):
+            for _ in range(2):  # computed and saved, then loaded
+                served.empty_hbm()
                 talk(served.ours, lambda c, seed=seed: c.converse(load, seed=seed))
             wanted -= {text for text in wanted if is_finite(prometheus.query(text))}
             if not wanted:

@@ -59,7 +59,7 @@ def configure(folder: Path, instances: Mapping[str, str]) -> Path:
       instances: address by job; the other jobs are left out.
     """
     config = yaml.safe_load(SCRAPE.read_text())
-    config["global"] = {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ROOT / RULES)]
     config["scrape_configs"] = [job for job in config["scrape_configs"] if job["job_name"] in instances]
     for job in config["scrape_configs"]:

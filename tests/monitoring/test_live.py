@@ -51,7 +51,7 @@ def wanted(instances):
         for job, instance in instances.items():
             if any(is_only_in_vllm(name) if job != "vllm" else name in SWAP_FIELDS for name in names):
                 continue
-            yield as_grafana_asks(query, instance, window="5s")
+            yield as_grafana_asks(query, instance, window="1m")
 
 
 def test_every_expression_of_the_dashboard_has_data(run):

@@ -1,6 +1,8 @@
 """Reading a `config.json`: the built-in models against published figures, kinds of layers, and bad files."""
 
+import configparser
 import json
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +163,12 @@ def test_an_unknown_name():
         find_model("gpt-9")
     with pytest.raises(InputError, match="--weights 'fp3'"):
         find_model("llama-3.1-8b", weights="fp3")
+
+
+def test_the_built_in_models_are_in_the_package():
+    """setup.cfg names them, as a wheel has no other files."""
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[2] / "setup.cfg")
+    pattern = setup["options.package_data"]["tpu_offload.plan"]
+    found = _SHAPES.parent.glob(pattern)
+    assert sorted(path.stem for path in found) == built_in_models()
