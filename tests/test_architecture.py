@@ -36,7 +36,10 @@ ALLOWED = (
     | {"plan": FOUNDATION | {"sim", "plan"}}
     | {"doctor": FOUNDATION | {"memory", "storage", "measure", "doctor"}}
     # It parses, calls and prints.
-    | {"cli": FOUNDATION | {"core", "storage", "engine", "measure", "replay", "sim", "plan", "doctor", "cli"}}
+    | {
+        "cli": FOUNDATION
+        | {"core", "storage", "engine", "measure", "replay", "sim", "plan", "doctor", "monitoring", "cli"}
+    }
 )
 
 

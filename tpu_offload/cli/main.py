@@ -22,6 +22,7 @@ _COMMANDS: Mapping[str, tuple[str, Sequence[str]]] = {
     "simulate": ("play request traces through eviction policies", ("rich",)),
     "plan": ("what a model needs on a TPU machine, what it gains, and the command that serves it", ("rich",)),
     "doctor": ("is everything right on the machine that will serve", ("packaging",)),
+    "top": ("what a serving engine's host tier does, refreshed in the terminal", ("rich",)),
     "tier": ("list, verify or clear what storage tiers hold", ("rich",)),
 }
 
