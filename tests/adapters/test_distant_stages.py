@@ -44,7 +44,7 @@ def test_the_default_executor_tells_no_stage_where_the_one_before_it_is(monkeypa
     addresses = {name: given.get(name, parameters[name].default) for name in ("ip", "prev_worker_ip")}
     assert addresses == {"ip": "localhost", "prev_worker_ip": "localhost"}
 
-    asked = []
+    asked: list[str] = []
     server = SimpleNamespace(connect=asked.append)
     monkeypatch.setattr(jax_parallel_state, "_PP", SimpleNamespace(transfer_server=server), raising=False)
     config = SimpleNamespace(sharding_config=SimpleNamespace(total_devices=1))
