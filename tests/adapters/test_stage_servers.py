@@ -6,9 +6,9 @@ Each stage stores its part of a chunk under names of its own. These tests need t
 
 import pytest
 
-from tests.adapters.llm_client import Process, conversations, ours
+from tests.adapters.llm_client import Process, conversations, ours, tokens
 from tests.adapters.test_llm import GENERATE, NO_PREEMPTION, PROMPTS, answers, assert_nothing_leaked
-from tests.adapters.test_rank_stages import DOCUMENTS, MANY, check_end, stats
+from tests.adapters.test_rank_stages import MANY, check_end, stats
 from tests.adapters.test_stages import BLOCK_NBYTES, STAGES, assert_stages_are_idle
 from tests.storage import servers
 
@@ -127,7 +127,7 @@ def test_answers_without_a_server(stages, valkey):
 def test_ranks_share_what_they_store_in_both_stages(stages, valkey):
     """Wherever a request is sent, its prefix is there, in the parts of both stages."""
     _, storage = valkey
-    prompt = DOCUMENTS["prompts"][0]
+    prompt = tokens("document", 100)
     steps = [
         {"do": "generate", "prompts": [prompt]},
         DRAIN,
