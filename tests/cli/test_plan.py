@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.conftest import ROOT
 from tpu_offload.cli.main import main
+from tpu_offload.plan.model_config import _SHAPES
 
 
 @pytest.fixture
@@ -102,6 +103,29 @@ def test_the_hit_rate_of_a_trace(plan, tmp_path):
     assert 0 < hits["saved_flops"] < share
 
 
+@pytest.mark.parametrize("name", ["a[/z]b", "[bold]x", "plain"])
+def test_names_are_printed_as_they_are(plan, tmp_path, name):
+    folder = tmp_path.joinpath(*name.split("/"))
+    folder.mkdir(parents=True)
+    config = json.loads((_SHAPES / "llama-3.1-8b.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k[0] != "_"}))
+    said, report = plan("--model", folder, "--machine", "v6e-8")
+    assert report["command"] in said
+    assert shlex.split(report["command"])[2] == str(folder)
+
+
+def test_files_are_not_overwritten(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("x")
+    flags = ("--model", "llama-3.1-8b", "--machine", "v6e-8", "--trace", trace, "--json", trace)
+    assert "is the same file as the trace" in error_of(*flags)
+    model = tmp_path / "config.json"
+    model.write_text("{}")
+    for given in (model, tmp_path):
+        assert "is the same file as the model's" in error_of("--model", given, "--machine", "v6e-8", "--json", model)
+    assert (trace.read_text(), model.read_text()) == ("x", "{}")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -116,9 +140,10 @@ def test_the_hit_rate_of_a_trace(plan, tmp_path):
             ("--model", "llama-3.1-8b", "--machine", "v6e-8", "--block-size", 48),
             "--block-size 48; expected a power of two",
         ),
-        (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--tensor-parallel", 3), "8 KV heads cannot be divided"),
+        (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--tensor-parallel", 3), "32 query heads"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--tensor-parallel", 0), "--tensor-parallel"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--gpu-memory-utilization", 2), "--gpu-memory-utilization"),
+        (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--gpu-memory-utilization", "nan"), "expected a share"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--kv-dtype", "int3"), "--kv-dtype"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--trace", "/nowhere"), "/nowhere"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--json", "/nowhere/plan.json"), "no directory /nowhere"),

@@ -51,6 +51,114 @@ def test_kv_of_the_built_in_models_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("changes", "total", "active"),
+    [
+        # Mixtral 8x7B, Llama 4 Scout and Maverick, Phi-2 (no gate), Gemma 2 9B: published numbers.
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "model_type": "mixtral"},
+            46.7e9, 12.9e9,
+        ),
+        (
+            {
+                "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "num_hidden_layers": 48,
+                "num_attention_heads": 40, "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202048,
+            },
+            109e9, 17e9,
+        ),
+        (
+            {
+                "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 2, "num_hidden_layers": 48,
+                "num_attention_heads": 40, "num_local_experts": 128, "num_experts_per_tok": 1, "vocab_size": 202048,
+            },
+            401e9, 17e9,
+        ),
+        (
+            {
+                "model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32,
+                "num_key_value_heads": 32, "vocab_size": 51200, "tie_word_embeddings": False,
+            },
+            2.78e9, 2.78e9,
+        ),
+        (
+            {
+                "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+                "num_attention_heads": 16, "head_dim": 256, "vocab_size": 256000, "tie_word_embeddings": None,
+            },
+            9.24e9, 9.24e9,
+        ),
+    ],
+)  # fmt: skip
+def test_parameters_of_other_models(changes, total, active):
+    params = read(**changes).params
+    assert params.total == pytest.approx(total, rel=0.02)
+    assert params.active == pytest.approx(active, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "name"),
+    [
+        (None, "bf16"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "int4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "int8"),
+    ],
+)
+def test_precisions(quantized, name):
+    assert read(quantization_config=quantized).weight_bits.name == name
+
+
+@pytest.mark.parametrize("quantized", [{"quant_method": "modelopt"}, "fp8", {"quant_method": "gptq", "bits": 3}])
+def test_an_unknown_precision_has_to_be_given(quantized):
+    with pytest.raises(InputError, match="which plan does not know; give --weights, one of bf16"):
+        read(quantization_config=quantized)
+    found = read_config(LLAMA | {"quantization_config": quantized}, name="it", weights="int8")
+    assert (found.weight_bits.name, found.weights_changed) == ("int8", True)
+
+
+def test_weights_of_the_file_are_no_change():
+    assert not read_config(LLAMA, name="it", weights="bf16").weights_changed
+    assert not read_config(LLAMA, name="it").weights_changed
+    assert read_config(LLAMA, name="it", weights="fp8").weights_changed
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b-fp8", "llama-3.1-8bogus", "/nowhere/llama-3.1-8b", "DeepSeek-V3.1", "x" * 5000]
+)
+def test_names_that_only_look_like_a_built_in_one(name):
+    with pytest.raises(InputError, match="is no file"):
+        find_model(name)
+
+
+def test_a_folder_goes_before_a_built_in_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-32b").mkdir()
+    (tmp_path / "qwen3-32b" / "config.json").write_text(json.dumps(LLAMA | {"_repo": None}))
+    model = find_model("qwen3-32b")
+    assert (model.attention[0].count, model.repo) == (32, str(tmp_path / "qwen3-32b"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertModel"]}, "it is BertModel; expected a model that generates text"),
+        ({"is_encoder_decoder": True}, "expected a model that generates text"),
+        ({"num_kv_shared_layers": 4}, "has num_kv_shared_layers, layers or caches that plan does not know"),
+        ({"index_topk": 2048}, "has index_topk"),
+        ({"num_hidden_layers": 10**6}, "has 1000000 layers; expected at most 10000"),
+        ({"hidden_size": 1}, "has a hidden_size below its 32 heads"),
+        ({"layer_types": [*16 * ["linear_attention"], *16 * ["sliding_attention"]]}, "has states and sliding windows"),
+    ],
+)
+def test_models_that_are_not_known(changes, message):
+    with pytest.raises(InputError, match=message):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
     ("name", "found"),
     [
         ("Llama-3.1-8B", "llama-3.1-8b"),
@@ -97,6 +205,10 @@ def test_kinds_of_layers():
     assert kinds(layer_types=types, sliding_window=64) == [(1, 0), (5, 64)]
     assert kinds(sliding_window=64, sliding_window_pattern=3) == [(2, 0), (4, 64)]
     assert kinds(sliding_window=64, use_sliding_window=False) == [(6, 0)]
+    assert kinds(sliding_window=64, model_type="gemma3_text") == [(1, 0), (5, 64)]
+    assert kinds(sliding_window=64, model_type="gemma2") == [(3, 0), (3, 64)]
+    assert kinds(sliding_window=262_144) == [(6, 0)], "longer than the context"
+    assert kinds(sliding_window=64, use_sliding_window=True, max_window_layers=4) == [(4, 0), (2, 64)]
     assert kinds(layer_types=6 * ["chunked_attention"]) == [(6, 0)], "tpu-inference keeps full-length KV"
 
 
@@ -128,7 +240,7 @@ def test_gemma_4_has_other_heads_in_its_full_layers():
         ({"sliding_window": 64}, r"no layer with full attention \(its layers: sliding_attention\)"),
         ({"layer_types": 32 * ["linear_attention"]}, "has no linear_num_key_heads"),
         ({"num_experts": 8}, "has no num_experts_per_tok"),
-        ({"hybrid_override_pattern": "M*"}, "layers of Mamba"),
+        ({"hybrid_override_pattern": "M*"}, "it has hybrid_override_pattern, layers or caches that plan does not know"),
     ],
 )
 def test_bad_fields_have_one_line(changes, message):

@@ -1,5 +1,6 @@
 """Plans: what docs/vllm.md works out by hand, what does not fit, and what the flags change."""
 
+import dataclasses
 import json
 import shlex
 
@@ -8,7 +9,7 @@ import pytest
 from tpu_offload.errors import InputError
 from tpu_offload.plan import (
     CHIPS,
-    Wish,
+    PlanOptions,
     advice,
     built_in_models,
     default_block_size,
@@ -22,8 +23,8 @@ GIB = 2**30
 V6E_8 = find_machine("v6e-8")
 
 
-def plan_of(model, machine="v6e-8", *, weights=None, **wish):
-    return make_plan(find_model(model, weights=weights), find_machine(machine), Wish(**wish))
+def plan_of(model, machine="v6e-8", *, weights=None, **options):
+    return make_plan(find_model(model, weights=weights), find_machine(machine), PlanOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def plan_of(model, machine="v6e-8", *, weights=None, **wish):
 )
 def test_the_arithmetic_of_the_docs(model, token_kib, block_mib, hbm_tokens):
     """docs/vllm.md, Sizing, with its blocks of 16 tokens."""
-    plan = plan_of(model, block_size=16)
+    plan = plan_of(model, block_size=16, max_tokens=16_384, max_requests=64)
     assert plan.token_nbytes == token_kib * 1024
     assert plan.block_nbytes == block_mib << 20
     assert plan.hbm_kv_tokens == pytest.approx(hbm_tokens, rel=0.02)
@@ -42,7 +43,9 @@ def test_the_arithmetic_of_the_docs(model, token_kib, block_mib, hbm_tokens):
 
 def test_states_by_hand():
     """docs/vllm.md, models with states: an fp8 KV cache, with ranks so that a device has both KV heads."""
-    plan = plan_of("qwen3.5-397b", "tpu7x-8", weights="fp8", kv_nbytes=1, block_size=256, num_ranks=8)
+    plan = plan_of(
+        "qwen3.5-397b", "tpu7x-8", weights="fp8", kv_nbytes=1, block_size=256, num_ranks=8, max_tokens=131_072
+    )
     assert plan.state_nbytes == pytest.approx(192e6, rel=0.01)
     assert plan.token_nbytes == 15 * 2 * 2 * 256
     assert plan.token_nbytes * 256 == pytest.approx(3.9e6, rel=0.02)
@@ -56,8 +59,8 @@ def test_every_model_is_planned_or_gets_the_nearest_that_fits(name):
         assert plan.hbm_kv_tokens > plan.serving.max_tokens
         assert plan.caches.num_blocks * plan.block_nbytes <= plan.kv_hbm_nbytes
         return
-    words = plan.misfit.split()
-    weights = "fp8" if "with --weights fp8" in plan.misfit else None
+    words = plan.why_not.split()
+    weights = "fp8" if "with --weights fp8" in plan.why_not else None
     named = next(word.rstrip(",.") for word in words if "-" in word and word.split("-")[0] in CHIPS and word != "v6e-8")
     fits = plan_of(name, named, weights=weights)
     assert fits.caches is not None
@@ -135,10 +138,12 @@ def test_machines(machine, devices, hosts, gib):
     [
         ("v6e", "expected one of v5e-N, v5p-N, v6e-N, tpu7x-N, as v6e-8"),
         ("h100-8", "expected one of v5e-N"),
-        ("v6e-3", "is no slice; expected v6e-1, v6e-4, v6e-8 on one host, or v6e-12 and more in steps of 4"),
-        ("v5p-4", "is no slice; expected v5p-8 on one host, or v5p-16 and more in steps of 8"),
+        ("v6e-3", "is no slice; expected one of v6e-1, v6e-4, v6e-8, v6e-16, v6e-32, v6e-64, v6e-128, v6e-256"),
+        ("v5p-4", "is no slice; expected one of v5p-8, v5p-16, v5p-32"),
         ("v5p-9", "is no slice"),
-        ("v6e-0", "is no slice"),
+        ("v6e-0", "expected one of v5e-N"),
+        ("v6e-08", "expected one of v5e-N"),
+        ("v6e-12", "is no slice"),
         ("", "expected one of"),
     ],
 )
@@ -148,16 +153,19 @@ def test_machines_that_do_not_exist(name, message):
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         ({"num_devices": 9}, "--tensor-parallel 9 on v6e-8, which has 8 devices"),
-        ({"num_devices": 6}, "8 KV heads cannot be divided over 6 devices; expected a --tensor-parallel"),
+        ({"num_devices": 6}, "has 32 query heads, which vLLM does not divide over 6 devices; expected a --tensor"),
+        ({"max_tokens": 131_073}, "--max-model-len 131073, and llama-3.1-8b was made for 131072"),
+        ({"step_tokens": 100}, "--max-num-batched-tokens 100 with --max-num-seqs 256; vLLM wants at least a token"),
+        ({"block_size": 16}, "--block-size 16: the block tables of 256 requests of 131072 tokens do not fit"),
         ({"num_ranks": 3}, "--attention-ranks 3 of 8 devices; expected a divisor"),
     ],
 )
-def test_flags_that_contradict(wish, message):
+def test_flags_that_contradict(options, message):
     with pytest.raises(InputError, match=message):
-        plan_of("llama-3.1-8b", **wish)
+        plan_of("llama-3.1-8b", **options)
 
 
 def test_states_on_several_hosts_are_refused():
@@ -166,10 +174,54 @@ def test_states_on_several_hosts_are_refused():
 
 
 def test_a_context_that_does_not_fit():
-    plan = plan_of("llama-3.1-70b", max_tokens=1_000_000)
+    plan = plan_of("llama-3.1-8b", "v6e-1", max_requests=64)
     assert plan.caches is None
-    assert "one request of 1000000 tokens needs 1000000 of a rank" not in plan.misfit
-    assert "lower --max-model-len or add devices; the smallest machine on which it fits is" in plan.misfit
+    assert "one request of 131072 tokens needs " in plan.why_not
+    assert "lower --max-model-len or add devices; the smallest machine on which it fits is" in plan.why_not
+
+
+def test_half_a_host_and_half_a_chip():
+    one, two = (plan_of("llama-3.1-8b", "tpu7x-8", num_devices=num) for num in (1, 2))
+    assert one.break_even[8192].low == pytest.approx(two.break_even[8192].low / 2)
+    assert any("2 of 8 devices are used" in line for line in advice(two))
+    part = plan_of("llama-3.1-8b", "v6e-16", num_devices=4)
+    assert (part.num_hosts, part.host_tokens) == (1, plan_of("llama-3.1-8b", "v6e-4").host_tokens)
+    assert "ray" not in serve_command(part)
+
+
+def test_other_weights_need_another_checkpoint():
+    said = "meta-llama/Llama-3.1-8B-Instruct has other weights: to serve fp8, name a checkpoint"
+    assert any(line.startswith(said) for line in advice(plan_of("llama-3.1-8b", weights="fp8")))
+    assert not any("other weights" in line for line in advice(plan_of("llama-3.1-8b")))
+
+
+def test_more_full_layers_than_windows_are_one_group():
+    model = find_model("gemma-3-27b")
+    full, windows = model.attention
+    model = dataclasses.replace(
+        model, attention=(dataclasses.replace(full, count=24), dataclasses.replace(windows, count=8))
+    )
+    plan = make_plan(model, V6E_8, PlanOptions())
+    assert "--disable-hybrid-kv-cache-manager" in serve_command(plan)
+    assert plan.token_nbytes == 32 * 2 * 16 * 128 * 2
+    assert (plan.window_nbytes, len(plan.caches.groups)) == (0, 1)
+
+
+def test_storage_is_not_for_ranks_on_several_hosts():
+    assert [tier.name for tier in plan_of("deepseek-v3", "v5p-64").tiers] == ["host memory"]
+    assert len(plan_of("llama-3.1-8b", "v6e-16").tiers) == 5
+
+
+def test_a_suggestion_says_what_it_leaves_out():
+    plan = plan_of("qwen3.5-397b", "tpu7x-8", weights="fp8", num_ranks=8)
+    assert "the smallest machine on which it fits without --attention-ranks is tpu7x-8" in plan.why_not
+    fits = plan_of("qwen3.5-397b", "tpu7x-8", weights="fp8", num_ranks=8, max_requests=32)
+    assert fits.caches is not None
+
+
+def test_a_window_is_no_longer_than_the_context():
+    plan = plan_of("gemma-3-27b", max_tokens=512)
+    assert plan.window_nbytes == 52 * 512 * 2 * 16 * 128 * 2
 
 
 def test_the_command():

@@ -1,6 +1,7 @@
 """`tpu-offload doctor`: is everything right on the machine that will serve?"""
 
 import json as json_format
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ import click
 from tpu_offload.cli.options import Command, option
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.errors import InputError
+
+_CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"
 
 
 @click.command(cls=Command)
@@ -59,7 +62,7 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
                 for finding in findings
             ],
         }
-        write_json(json, report)
+        write_json(json, _without_passwords(report))
     return 1 if counts[Level.ERROR] else 0
 
 
@@ -67,12 +70,26 @@ def _overrides(text: str | None) -> dict[str, Any]:
     """The settings of a connector's configuration."""
     if text is None:
         return {}
+    example = """expected an object like '{"host_gb": 800}', or a --kv-transfer-config"""
     try:
         given = json_format.loads(text)
     except (ValueError, RecursionError) as e:
-        raise InputError(f"--settings is not JSON; expected an object like '{{\"host_gb\": 800}}': {e}") from e
-    if isinstance(given, dict) and "kv_connector" in given:
-        given = given.get("kv_connector_extra_config", {})
+        raise InputError(f"--settings is not JSON ({e}); {example}") from e
     if not isinstance(given, dict):
-        raise InputError(f"--settings is a {type(given).__name__}; expected an object like '{{\"host_gb\": 800}}'")
-    return given
+        raise InputError(f"--settings is {text:.40}; {example}")
+    if not {"kv_connector", "kv_role", "kv_connector_extra_config"}.intersection(given):
+        return given
+    connector = given.get("kv_connector", _CONNECTORS[0])
+    if connector not in _CONNECTORS:
+        raise InputError(f"--settings is of the connector {connector!r:.60}; expected {' or '.join(_CONNECTORS)}")
+    extra = given.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise InputError(f"kv_connector_extra_config in --settings is {extra!r:.40}; expected an object")
+    return extra
+
+
+def _without_passwords(report: dict[str, Any]) -> dict[str, Any]:
+    """A report to send to others."""
+    text = re.sub(r"://[^/@\s\"]*@", "://***@", json_format.dumps(report))
+    cleaned: dict[str, Any] = json_format.loads(text)
+    return cleaned

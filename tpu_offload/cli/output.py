@@ -31,6 +31,25 @@ def output_file(name: str | Path) -> Path:
     return path
 
 
+def check_outputs(inputs: Mapping[str, Path], **outputs: Path | None) -> None:
+    """Refuses an output file that is also an input or another output, under any name.
+
+    Args:
+      inputs: files that are read, by what a message calls them.
+      outputs: files to write, by their flags without dashes; None is no file.
+    Raises:
+      InputError: two are the same file.
+    """
+    taken = {os.path.realpath(path): name for name, path in inputs.items()}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        owner = taken.get(os.path.realpath(path))
+        if owner:
+            raise InputError(f"--{name} {path} is the same file as {owner}; expected another file")
+        taken[os.path.realpath(path)] = f"--{name} {path}"
+
+
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report atomically.
 

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from tpu_offload.cli.options import Command, MultiValue, input_file, number, option
-from tpu_offload.cli.output import output_file, write_json
+from tpu_offload.cli.output import check_outputs, output_file, write_json
 from tpu_offload.errors import InputError
-from tpu_offload.plan import WEIGHTS, Wish, built_in_models, expected_hits, find_machine, find_model, make_plan
+from tpu_offload.plan import WEIGHTS, PlanOptions, built_in_models, expected_hits, find_machine, find_model, make_plan
 
 _KV_NBYTES = {"bfloat16": 2, "fp8": 1}
-_MISFIT = 1
+_DOES_NOT_FIT = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class _Options:
     trace_block_tokens: int
     json: Path | None
 
-    def wish(self) -> Wish:
+    def plan_options(self) -> PlanOptions:
         """The flags, for the planner."""
-        return Wish(
+        return PlanOptions(
             num_devices=self.tensor_parallel,
             num_ranks=self.attention_ranks,
             max_tokens=self.max_model_len,
@@ -95,11 +95,17 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
     from tpu_offload.cli.plan_report import as_json, print_plan
 
     options = _Options(**flags)
+    traces = [path for paths in options.trace for path in paths]
+    model = Path(options.model)
+    read = {f"the trace {path}": path for path in traces}
+    read |= {"the model's config.json": model / "config.json" if model.is_dir() else model}
+    check_outputs(read, json=options.json)
+    if not 0 < options.gpu_memory_utilization <= 1:  # not a number, which a range lets pass
+        raise InputError(f"--gpu-memory-utilization {options.gpu_memory_utilization}; expected a share, up to 1")
     if options.block_size is not None and options.block_size & (options.block_size - 1):
         raise InputError(f"--block-size {options.block_size}; expected a power of two, as tpu-inference needs")
     machine = find_machine(options.machine)
-    plan = make_plan(find_model(options.model, weights=options.weights), machine, options.wish())
-    traces = [path for paths in options.trace for path in paths]
+    plan = make_plan(find_model(options.model, weights=options.weights), machine, options.plan_options())
     hits = None
     if traces and plan.caches is not None:
         hits = expected_hits(plan, traces, block_tokens=options.trace_block_tokens)
@@ -107,4 +113,4 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
     print_plan(plan, hits, report)
     if options.json is not None:
         write_json(options.json, {"argv": list(argv), **report})
-    return 0 if plan.caches is not None else _MISFIT
+    return 0 if plan.caches is not None else _DOES_NOT_FIT

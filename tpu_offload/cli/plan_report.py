@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from tpu_offload.cli.report import ReportConsole, build_table
@@ -21,11 +22,11 @@ def as_json(plan: Plan, hits: Hits | None, *, decode_save: bool) -> dict[str, An
         "model": plan.model.name,
         "machine": plan.machine.name,
         "fits": caches is not None,
-        "why_not": plan.misfit or None,
+        "why_not": plan.why_not or None,
         "num_params": plan.model.params.total,
         "weight_nbytes": round(plan.weight_nbytes),
         "num_devices": plan.serving.num_devices,
-        "num_hosts": plan.machine.num_hosts,
+        "num_hosts": plan.num_hosts,
         "attention_ranks": plan.serving.num_ranks,
         "hbm_nbytes": plan.hbm_limit_nbytes,
         "hbm_kv_nbytes": max(0, plan.kv_hbm_nbytes),
@@ -74,11 +75,12 @@ def print_plan(plan: Plan, hits: Hits | None, report: dict[str, Any]) -> None:
     if hits is not None:
         console.print(_traffic(hits))
     for line in advice(plan):
-        console.print(f"- {line}", highlight=False)
+        console.print(f"- {line}", highlight=False, markup=False)
     if plan.caches is None:
-        console.print(f"\n{plan.model.name} does not fit on {plan.machine.name}: {plan.misfit}.", highlight=False)
+        said = f"\n{plan.model.name} does not fit on {plan.machine.name}: {plan.why_not}."
+        console.print(said, highlight=False, markup=False)
     else:
-        console.print(f"\n{report['command']}", highlight=False, soft_wrap=True)
+        console.print(f"\n{report['command']}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _sizes(plan: Plan) -> Table:
@@ -99,15 +101,18 @@ def _sizes(plan: Plan) -> Table:
     if caches is not None:
         tokens = f"{caches.num_tokens:,} tokens, {caches.num_blocks:,} blocks"
         lines.append(("HBM holds", tokens + (f", {caches.num_states:,} states" if caches.num_states else "")))
-    hosts = f" on each of {plan.machine.num_hosts} hosts" if plan.machine.num_hosts > 1 else ""
+    hosts = f" on each of {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
     lines += [
         None,
         ("host tier", f"host_gb {plan.host_gb}{hosts}, {plan.host_tokens:,} tokens"),
         ("HBM of direct copies, per device", f"{plan.copy_hbm_nbytes / 2**20:,.1f} MiB"),
-        ("of staged ones, 8,192 tokens", f"{plan.staged_hbm_nbytes / 2**20:,.0f} MiB"),
     ]
+    if serving.num_ranks == 1:  # staged copies are refused with ranks
+        lines.append(("of staged ones, 8,192 tokens", f"{plan.staged_hbm_nbytes / 2**20:,.0f} MiB"))
     ranks = f", {serving.num_ranks} attention ranks" if serving.num_ranks > 1 else ""
-    title = f"{model.name} on {plan.machine.name}: {num} devices{ranks}, contexts of {serving.max_tokens:,} tokens"
+    title = (
+        f"{escape(model.name)} on {plan.machine.name}: {num} devices{ranks}, contexts of {serving.max_tokens:,} tokens"
+    )
     return build_table(title, ("", "over all devices unless it says otherwise"), lines, left_title=True)
 
 
@@ -124,7 +129,8 @@ def _rates(plan: Plan) -> Table:
     lines.append(None)
     lines += [(f"{tier.name}, {tier.nbytes_per_s / 1e9:,.3g} GB/s", _pays(tier)) for tier in plan.tiers]
     title = f"Loading is faster than computing (prefill at {low:g} to {high:g} of the peak)"
-    return build_table(title, ("", "over all chips"), lines, left_title=True)
+    chips = "over all chips" if plan.serving.num_ranks == 1 else "all chips; tiers: those of a rank"
+    return build_table(title, ("", chips), lines, left_title=True)
 
 
 def _pays(tier: TierRate) -> str:

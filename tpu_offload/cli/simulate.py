@@ -14,7 +14,7 @@ import click
 
 from tpu_offload.cli.command import require
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
-from tpu_offload.cli.output import output_file, write_file, write_json
+from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
 from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.config.storage_tiers import SEPARATOR
@@ -213,7 +213,7 @@ def command(argv: list[str], /, **flags: Any) -> int:
 
 def _check(options: _Options) -> None:
     """Checks the options that can be checked before reading the traces."""
-    _check_outputs(options.traces, json=options.json, plot=options.plot)
+    check_outputs({f"the trace {path}": path for path in options.traces}, json=options.json, plot=options.plot)
     if options.plot is not None:
         if options.plot.suffix.lower() not in _SUFFIXES:
             raise InputError(f"cannot plot to {options.plot}; expected a name ending in {', '.join(_SUFFIXES)}")
@@ -241,18 +241,6 @@ def _check_per_tier(flag: str, words: Sequence[str] | None, stacks: Sequence[Seq
             raise InputError(
                 f"{given} has {len(words)} values, and --storage {sizes} {len(stack)}; expected 1 or {len(stack)}"
             )
-
-
-def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
-    """Refuses an output file that is also an input or the other output, under any name."""
-    taken = {os.path.realpath(path): f"the trace {path}" for path in traces}
-    for name, path in outputs.items():
-        if path is None:
-            continue
-        owner = taken.get(os.path.realpath(path))
-        if owner:
-            raise InputError(f"--{name} {path} is the same file as {owner}; expected another file")
-        taken[os.path.realpath(path)] = f"--{name} {path}"
 
 
 def _read(options: _Options) -> Trace:

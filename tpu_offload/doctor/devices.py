@@ -29,11 +29,11 @@ def find_devices() -> tuple[list[Any], list[Finding]]:
     """The devices of this process, and what there is to say about them."""
     try:
         check_backend()
-    except InputError as e:
+    except Exception as e:  # jax raises what it likes where a platform is missing
         return [], [
             error(
                 "devices",
-                str(e),
+                str(e) if isinstance(e, InputError) else f"jax finds no device: {type(e).__name__}: {one_line(str(e))}",
                 "see that no other process has the TPU, and that libtpu (jax[tpu]) and the machine's devices are there",
             )
         ]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpu_offload.doctor.findings import Finding
-from tpu_offload.doctor.host import Host, check_host
+from tpu_offload.doctor.host import Host, check_host, has_tpu
 from tpu_offload.doctor.settings import read_settings
 from tpu_offload.doctor.tiers import check_tiers
 from tpu_offload.doctor.versions import check_known_faults, check_versions, installed_versions
@@ -23,7 +23,7 @@ def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Itera
     yield from findings
     yield from check_known_faults(installed, config)
     if not with_devices:
-        yield from check_host(Host.read(), config, on_tpu="libtpu" in installed)
+        yield from check_host(Host.read(), config, on_tpu=has_tpu(), beside_engine=True)
         yield from check_tiers(config)
         return
     from tpu_offload.doctor import devices as of_devices  # jax takes seconds to import

@@ -52,10 +52,22 @@ class Host:
         )
 
 
-def check_host(host: Host, config: OffloadConfig | None, *, on_tpu: bool) -> Findings:
-    """Compares the host with the settings; without valid settings only what does not depend on them."""
+def has_tpu() -> bool:
+    """Whether this machine has TPU chips, without using them."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def check_host(host: Host, config: OffloadConfig | None, *, on_tpu: bool, beside_engine: bool = False) -> Findings:
+    """Compares the host with the settings; without valid settings only what does not depend on them.
+
+    Args:
+      host: the machine.
+      config: the settings; None if they are invalid.
+      on_tpu: whether it has TPU chips.
+      beside_engine: whether an engine runs that may have taken its memory already.
+    """
     if config is not None and config.enabled:
-        yield from _check_memory(host, config)
+        yield from _check_memory(host, config, beside_engine=beside_engine)
     else:
         yield ok(_MEMORY, f"{host.available_nbytes / _GB:.1f} GB of {host.total_nbytes / _GB:.1f} can be allocated")
     wanted = int((config.host_gb or 0) * _GB) if config is not None else 0
@@ -84,13 +96,13 @@ def check_host(host: Host, config: OffloadConfig | None, *, on_tpu: bool) -> Fin
         yield ok(_NUMA, "one node")
 
 
-def _check_memory(host: Host, config: OffloadConfig) -> Findings:
+def _check_memory(host: Host, config: OffloadConfig, *, beside_engine: bool) -> Findings:
     limit = host.available_nbytes * config.host_memory_fraction
     figures = {"available_nbytes": host.available_nbytes, "total_nbytes": host.total_nbytes}
     if config.host_gb is None:
         yield warning(
             _MEMORY,
-            f"TPU_OFFLOAD_HOST_GB is not set: the host tier has {config.num_cpu_chunks} chunks, which is small",
+            "TPU_OFFLOAD_HOST_GB is not set: the host tier has its default size, which is small",
             f"set it to up to {limit / _GB:.0f}",
             **figures,
         )
@@ -102,7 +114,7 @@ def _check_memory(host: Host, config: OffloadConfig) -> Findings:
         yield error(
             _MEMORY, f"{said} of {host.total_nbytes / _GB:.1f}", f"set it to at most {limit / _GB:.1f}", **figures
         )
-    elif wanted > limit:
+    elif wanted > limit and not beside_engine:
         yield warning(
             _MEMORY,
             f"{said}, of which {config.host_memory_fraction:g} is used: the host tier is cut to {limit / _GB:.1f} GB",

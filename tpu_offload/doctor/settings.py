@@ -51,7 +51,7 @@ def _contradictions(config: OffloadConfig) -> Findings:
         yield warning(_CHECK, "a size of 0 turns offloading off", "set TPU_OFFLOAD_HOST_GB")
         return
     if CopyPath.FUSED in (config.save_path, config.load_path):
-        yield warning(
+        yield error(
             _CHECK,
             "a copy path is fused, which needs a step that copies: vLLM has none and refuses it",
             "set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct, staged or auto",

@@ -9,17 +9,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.config.storage_tiers import StorageTierConfig
 from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
-from tpu_offload.errors import OffloadError
+from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage import StorageSpec, StorageTier, make_tier
 
 _RECORD_NBYTES = 4 << 20
 _NUM_RECORDS = 8
-# No engine has so many workers: what is written is in a place of its own, beside a running engine too.
-_WORKER_ID = 65_535
+# No engine has so many workers: what is written is in a place of its own, beside a running engine or another check.
+_WORKER_IDS = range(60_000, 65_536)
 _SLOW_NBYTES_PER_S = 0.1e9
 _TIMEOUT_S = 30.0
 _MAX_TEXT = 200
@@ -40,16 +41,33 @@ def check_tiers(
     """
     for tier in config.storage_tiers if config is not None else ():
         check, found = f"storage tier {tier.label}", queue.SimpleQueue[Finding]()
-        threading.Thread(target=lambda: found.put(_finding(check, tier, make)), daemon=True).start()  # noqa: B023
-        try:
-            yield found.get(timeout=timeout_s)
-        except queue.Empty:
-            yield error(check, f"no answer within {timeout_s:g} s", "see that the server or disk is not frozen")
+        worker_id = secrets.choice(_WORKER_IDS)
+        with _folder_removed(tier, worker_id):
+            arguments = check, tier, make, worker_id, found
+            threading.Thread(target=_put_finding, args=arguments, daemon=True).start()
+            try:
+                finding = found.get(timeout=timeout_s)
+            except queue.Empty:
+                why = f"no answer within {timeout_s:g} s"
+                finding = error(check, why, "see that the server or disk is not frozen")
+        yield finding
 
 
-def _finding(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier]) -> Finding:
+def _put_finding(
+    check: str,
+    tier: StorageTierConfig,
+    make: Callable[[str, StorageSpec], StorageTier],
+    worker_id: int,
+    found: "queue.SimpleQueue[Finding]",
+) -> None:
+    found.put(_finding(check, tier, make, worker_id))
+
+
+def _finding(
+    check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier], worker_id: int
+) -> Finding:
     try:
-        return _check_tier(check, tier, make)
+        return _check_tier(check, tier, make, worker_id)
     except OffloadError as e:
         return error(check, str(e), "mend it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
     except Exception as e:  # a tier of the user may raise anything
@@ -61,22 +79,22 @@ def _finding(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSp
         )
 
 
-def _check_tier(check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier]) -> Finding:
+def _check_tier(
+    check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier], worker_id: int
+) -> Finding:
     spec = StorageSpec(
         record_nbytes=_RECORD_NBYTES,
         num_chunks=_NUM_RECORDS,
-        worker_id=_WORKER_ID,
+        worker_id=worker_id,
         fingerprint=secrets.token_hex(16),
         options=tier.options,
     )
     keys = [secrets.token_bytes(32) for _ in range(_NUM_RECORDS)]
-    with _folder_removed(tier):
-        made = make(tier.name, spec)
+    with contextlib.closing(make(tier.name, spec)) as made:
         try:
             written, read, wrong = _write_and_read(made, keys)
         finally:
-            with contextlib.closing(made):
-                made.delete(keys)
+            made.delete(keys)
     if wrong:
         return error(
             check,
@@ -111,19 +129,23 @@ def _write_and_read(tier: StorageTier, keys: list[bytes]) -> tuple[float, float,
 
 
 @contextlib.contextmanager
-def _folder_removed(tier: StorageTierConfig) -> Iterator[None]:
-    """Removes what a file tier leaves behind: the folder of its worker, and the directory if that is new."""
+def _folder_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
+    """Removes what a file tier leaves behind: the folder of its worker, and directories that are new."""
     if tier.name != "file":
         yield
         return
     from tpu_offload.storage.file import FileOptions
 
-    directory = FileOptions.parse(tier.options).directory
-    is_new = not os.path.exists(directory)
+    try:
+        directory = Path(FileOptions.parse(tier.options).directory)
+    except ConfigError:  # the tier will say so
+        yield
+        return
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         yield
     finally:
-        shutil.rmtree(os.path.join(directory, f"worker-{_WORKER_ID}"), ignore_errors=True)
-        if is_new:
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+        shutil.rmtree(directory / f"worker-{worker_id}", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()

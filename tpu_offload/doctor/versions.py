@@ -119,11 +119,14 @@ def installed_versions() -> dict[str, str]:
 
 def check_versions(installed: Mapping[str, str]) -> Findings:
     """Compares the installed versions with the table."""
-    good = []
+    good: list[str] = []
+    missing: list[str] = []
     for one in SUPPORTED:
         found = installed.get(one.package)
         if found is None:
-            if not one.of_vllm:
+            if one.of_vllm:
+                missing.append(one.package)
+            else:
                 yield error(_CHECK, f"{one.package} is not installed", f"pip install '{one.package}{one.versions}'")
         elif not _matches(found, one.versions):
             said = f"{one.package} {found} is not supported ({one.why})"
@@ -132,6 +135,12 @@ def check_versions(installed: Mapping[str, str]) -> Findings:
             yield warning(_CHECK, said, action) if one.of_vllm else error(_CHECK, said, action)
         else:
             good.append(f"{one.package} {found}")
+    if missing:
+        yield warning(
+            _CHECK,
+            f"{' and '.join(missing)} not installed: vLLM cannot be served from this environment, other engines can",
+            "run it in the environment in which `vllm serve` runs",
+        )
     if installed.get("jax") and installed.get("jaxlib") and installed["jax"] != installed["jaxlib"]:
         yield warning(
             _CHECK,
@@ -152,7 +161,8 @@ def check_known_faults(installed: Mapping[str, str], config: OffloadConfig | Non
         else:
             mended += 1
     if mended:
-        yield ok(_FAULTS, f"{mended} of the installed versions, mended by the connector (docs/upstream)")
+        unless = "" if config is not None else ", unless TPU_OFFLOAD_PATCH_RUNNER is 0"
+        yield ok(_FAULTS, f"{mended} of the installed versions, mended by the connector{unless} (docs/upstream)")
     elif not any(fault.package in installed for fault in KNOWN_FAULTS):
         yield ok(_FAULTS, "none of what is installed")
 

@@ -4,7 +4,7 @@ from tpu_offload.plan.break_even import MFU_RANGE, Range, break_even, least_pref
 from tpu_offload.plan.machines import CHIPS, Chip, Machine, find_machine
 from tpu_offload.plan.model import AttentionLayers, ModelShape, Parameters, StateLayers, WeightBits
 from tpu_offload.plan.model_config import WEIGHTS, built_in_models, find_model, read_config
-from tpu_offload.plan.planner import PREFIXES, Plan, TierRate, Wish, advice, make_plan
+from tpu_offload.plan.planner import PREFIXES, Plan, PlanOptions, TierRate, advice, make_plan
 from tpu_offload.plan.serve_command import serve_command
 from tpu_offload.plan.traffic import Hits, expected_hits
 from tpu_offload.plan.vllm_blocks import CachePlan, GroupPlan, Serving, default_block_size, page_nbytes, plan_caches
@@ -23,12 +23,12 @@ __all__ = [
     "ModelShape",
     "Parameters",
     "Plan",
+    "PlanOptions",
     "Range",
     "Serving",
     "StateLayers",
     "TierRate",
     "WeightBits",
-    "Wish",
     "advice",
     "break_even",
     "built_in_models",

@@ -41,13 +41,13 @@ class Range:
     high: float
 
 
-def prefill_s(model: ModelShape, chip: Chip, *, num_chips: int, mfu: float, first: int, end: int) -> float:
+def prefill_s(model: ModelShape, chip: Chip, *, num_chips: float, mfu: float, first: int, end: int) -> float:
     """Seconds to compute the tokens `first` to `end - 1` of a prompt.
 
     Args:
       model: the model.
       chip: the kind of chip.
-      num_chips: how many share the work.
+      num_chips: how many share the work; half of one is a core of a chip with two.
       mfu: what they reach of their peak, above 0 up to 1.
       first: tokens before, whose KV is there.
       end: tokens of the prompt, more than `first`.
@@ -56,8 +56,8 @@ def prefill_s(model: ModelShape, chip: Chip, *, num_chips: int, mfu: float, firs
     """
     if not 0 < mfu <= 1:
         raise InputError(f"{mfu=}; expected a share of the peak, above 0 up to 1")
-    if num_chips < 1:
-        raise InputError(f"{num_chips=}; expected at least 1")
+    if not num_chips > 0:
+        raise InputError(f"{num_chips=}; expected a number above 0")
     if not 0 <= first < end:
         raise InputError(f"tokens {first} to {end} of a prompt; expected 0 <= first < end")
     return model.prefill_flops(first, end) / (mfu * num_chips * chip.flops_per_s)
@@ -84,7 +84,7 @@ def break_even(
     model: ModelShape,
     chip: Chip,
     *,
-    num_chips: int,
+    num_chips: float,
     end: int,
     first: int = 0,
     mfu: tuple[float, float] = MFU_RANGE,
@@ -96,7 +96,7 @@ def break_even(
     Args:
       model: the model.
       chip: the kind of chip.
-      num_chips: how many share the work.
+      num_chips: how many share the work; half of one is a core of a chip with two.
       end: tokens of the prefix.
       first: tokens of it that are in HBM already.
       mfu: what the chips reach of their peak, from and to.
@@ -113,7 +113,7 @@ def least_prefix(
     model: ModelShape,
     chip: Chip,
     *,
-    num_chips: int,
+    num_chips: float,
     nbytes_per_s: float,
     mfu: float,
     most: int = 131_072,
@@ -125,7 +125,7 @@ def least_prefix(
     Args:
       model: the model.
       chip: the kind of chip.
-      num_chips: how many share the work.
+      num_chips: how many share the work; half of one is a core of a chip with two.
       nbytes_per_s: what the tier delivers, in all.
       mfu: what the chips reach of their peak.
       most: the longest prefix that counts.

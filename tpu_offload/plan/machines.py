@@ -1,7 +1,7 @@
 """TPU machines: what one chip, one virtual machine and one slice have, with the source of each figure.
 
 A slice is named as in Google Cloud: `v6e-8` has eight chips, `v5p-8` and `tpu7x-8` have eight cores, which are four
-chips. A slice that no single machine has is several hosts of four chips.
+chips. A slice that no single machine has is several hosts of four chips, a power of two of them.
 """
 
 import dataclasses
@@ -130,39 +130,34 @@ class Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The slice of that name.
+    """The slice of that name; those of v5e may also be called `v5litepod-N`.
 
     Raises:
       InputError: there is no such slice.
     """
-    match = re.fullmatch(r"([a-z0-9]+)-(\d{1,5})", name)
+    match = re.fullmatch(r"([a-z0-9]+)-([1-9]\d{0,4})", name.lower().replace("v5litepod", "v5e"))
     chip = CHIPS.get(match[1]) if match else None
     if match is None or chip is None:
         kinds = ", ".join(f"{chip.name}-N" for chip in CHIPS.values())
-        raise InputError(f"--machine {name!r}; expected one of {kinds}, as {_example()}")
+        raise InputError(f"--machine {name!r}; expected one of {kinds}, as v6e-8 or v6e-16")
     number = int(match[2])
+    sizes = _slice_sizes(chip)
+    if number not in sizes:
+        found = ", ".join(f"{chip.name}-{size}" for size in sizes)
+        raise InputError(f"--machine {name!r} is no slice; expected one of {found}")
     num_chips = number // chip.num_cores
+    num_hosts = 1 if num_chips in chip.hosts else num_chips // 4
+    return Machine(name=f"{chip.name}-{number}", chip=chip, num_chips=num_chips, num_hosts=num_hosts)
+
+
+def _slice_sizes(chip: Chip) -> list[int]:
+    """Numbers in the names of a chip's slices: those of one host, and on several powers of two up to 256 chips."""
     largest = max(chip.hosts)
-    one_host, several = num_chips in chip.hosts, num_chips > largest and num_chips % 4 == 0
-    if number % chip.num_cores or not (one_host or several):
-        sizes = ", ".join(f"{chip.name}-{num * chip.num_cores}" for num in chip.hosts)
-        several_hosts = f"{chip.name}-{(largest + 4 - largest % 4) * chip.num_cores}"
-        raise InputError(
-            f"--machine {name!r} is no slice; expected {sizes} on one host, or {several_hosts} and more in steps of "
-            f"{4 * chip.num_cores} on several"
-        )
-    return Machine(name=name, chip=chip, num_chips=num_chips, num_hosts=1 if one_host else num_chips // 4)
+    several = [num for num in (8, 16, 32, 64, 128, 256) if num > largest]
+    return [num * chip.num_cores for num in (*chip.hosts, *several)]
 
 
 def machines_by_size() -> list[Machine]:
     """Slices of up to 64 chips, the smaller ones first, for a suggestion."""
-    found = []
-    for chip in CHIPS.values():
-        for num_chips in (1, 4, 8, 16, 32, 64):
-            if num_chips in chip.hosts or num_chips > max(chip.hosts):
-                found.append(find_machine(f"{chip.name}-{num_chips * chip.num_cores}"))
-    return sorted(found, key=lambda machine: (machine.hbm_nbytes, machine.num_chips))
-
-
-def _example() -> str:
-    return "v6e-8 or v6e-16"
+    found = [find_machine(f"{chip.name}-{size}") for chip in CHIPS.values() for size in _slice_sizes(chip)]
+    return sorted((one for one in found if one.num_chips <= 64), key=lambda one: (one.hbm_nbytes, one.num_chips))

@@ -159,6 +159,7 @@ class ModelShape:
       states: layers of linear attention; None without.
       max_tokens: longest context that the model was made for.
       ignores_windows: whether vLLM-TPU gives layers with a window KV of full length.
+      weights_changed: whether `weight_bits` are not those of the repository.
     """
 
     name: str
@@ -169,6 +170,7 @@ class ModelShape:
     states: StateLayers | None
     max_tokens: int
     ignores_windows: bool = False
+    weights_changed: bool = False
 
     @property
     def is_latent(self) -> bool:

@@ -25,7 +25,9 @@ def serve_command(plan: Plan, *, decode_save: bool = False) -> str:
     if serving.num_ranks > 1:
         strategy: dict[str, Any] = {"enable_dp_attention": True, "attn_dp_size": serving.num_ranks}
         arguments += ["--additional-config", json.dumps({"sharding": {"sharding_strategy": strategy}})]
-    if plan.machine.num_hosts > 1:
+    if serving.one_group:
+        arguments.append("--disable-hybrid-kv-cache-manager")
+    if plan.num_hosts > 1:
         arguments += ["--distributed-executor-backend", "ray"]
     extra: dict[str, Any] = {"host_gb": plan.host_gb}
     if decode_save:

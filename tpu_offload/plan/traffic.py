@@ -43,7 +43,7 @@ def expected_hits(plan: Plan, traces: Sequence[Path], *, block_tokens: int) -> H
       InputError: a trace cannot be read or has no block, or the model does not fit.
     """
     if plan.caches is None:
-        raise InputError(f"no hit rate without a plan: {plan.misfit}")
+        raise InputError(f"no hit rate without a plan: {plan.why_not}")
     trace = read_traces(list(traces), block_tokens=block_tokens)
     if not trace.num_blocks:
         raise InputError("no request of the trace has a block: every list of hash_ids is empty")

@@ -33,6 +33,7 @@ class Serving:
       block_size: `--block-size`.
       kv_nbytes: bytes of a cached number: 2, or 1 with `--kv-cache-dtype fp8`.
       num_batches: steps in flight: 2 with async scheduling.
+      one_group: `--disable-hybrid-kv-cache-manager`: windows have KV of full length, too.
     """
 
     num_devices: int
@@ -43,6 +44,7 @@ class Serving:
     block_size: int
     kv_nbytes: int
     num_batches: int = 2
+    one_group: bool = False
 
 
 @final
@@ -93,9 +95,19 @@ def default_block_size(model: ModelShape, *, max_tokens: int, max_requests: int)
         return 1024
     power = 1 << (max_tokens - 1).bit_length()
     size = 16 if max_tokens > 8192 else min(256, max(16, power // 16))
-    # Smaller blocks would have block tables too large for the scalar memory.
+    return max(size, least_block_size(max_tokens=max_tokens, max_requests=max_requests))
+
+
+def least_block_size(*, max_tokens: int, max_requests: int) -> int:
+    """The smallest block whose block tables fit into the scalar memory."""
     pages = max(1, _BLOCK_ENTRIES // max_requests)
-    return max(size, 1 << (-(-max_tokens // pages) - 1).bit_length())
+    return 1 << (-(-max_tokens // pages) - 1).bit_length()
+
+
+def has_several_full_groups(model: ModelShape) -> bool:
+    """Whether vLLM would make several groups of the layers with full attention, which the connector does not run."""
+    counts = [layers.count for layers in model.attention]
+    return len(counts) == 2 and not model.ignores_windows and -(-counts[0] // _group_size(counts)) > 1
 
 
 def num_attention_ranks(model: ModelShape, *, num_devices: int, kv_nbytes: int) -> int:
@@ -201,7 +213,8 @@ def _blocks_beside(num_states: int, available: int, state_nbytes: int, block_nby
 def _groups(model: ModelShape, serving: Serving) -> tuple[GroupPlan, ...]:
     """The layer groups with KV, full attention first."""
     by_kind = [(layers, page_nbytes(layers, serving)) for layers in model.attention]
-    if len(by_kind) == 1 or model.ignores_windows or len({nbytes for _, nbytes in by_kind}) > 1:
+    is_one = model.ignores_windows or serving.one_group
+    if len(by_kind) == 1 or is_one or len({nbytes for _, nbytes in by_kind}) > 1:
         # One group. tpu-inference gives windows KV of full length where pages have several shapes.
         num_layers = sum(layers.count for layers, _ in by_kind)
         nbytes = sum(layers.count * nbytes for layers, nbytes in by_kind) / num_layers
