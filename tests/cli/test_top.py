@@ -95,7 +95,7 @@ def test_one_reading_has_totals(endpoint, capsys):
     assert rows["saved, MiB/s"] == ["-", "3 MiB"]
     assert rows["chunks in the host tier"] == ["", "7 of 10"]
     assert rows["staging blocks in use (peak)"] == ["", "1 (4) of 8"]
-    assert rows["failed copies"] == ["0", "0"]
+    assert rows["failures, losses and drops"] == ["", "none"]
     assert "KINDS OF COPIES SUSPENDED" not in rows
     assert "states in the host tier" not in rows
 
@@ -106,15 +106,17 @@ def test_two_readings_have_rates_and_what_is_new(endpoint, capsys):
     endpoint.texts = [text_of(**before), text_of(**after, num_host_states=4, num_states=3)]
     rows = shown(capsys, f"http://{endpoint.address}/metrics", "--count", "2", "--interval", "0.1")
     assert rows["hit rate of the host tier, behind it"] == ["80.0%", f"{180 / 1100:.1%}"]
-    assert rows["failed copies"] == ["+3", "5"]
+    assert rows["failed copies"] == ["", "5 (+3 since this began)"]
     assert rows["KINDS OF COPIES SUSPENDED"] == ["", "1"]
     assert rows["states in the host tier"] == ["", "3 of 4"]
 
 
 def test_an_engine_that_starts_anew_has_no_rates(endpoint, capsys):
-    endpoint.texts = [text_of(looked_up_tokens=1000, found_tokens=900), text_of(looked_up_tokens=10, found_tokens=1)]
+    before = text_of(looked_up_tokens=1000, found_tokens=900, num_failed_jobs=50)
+    endpoint.texts = [before, text_of(looked_up_tokens=10, found_tokens=1, num_failed_jobs=3)]
     rows = shown(capsys, endpoint.address, "--count", "2", "--interval", "0.1")
     assert rows["hit rate of the host tier, behind it"] == ["-", "10.0%"]
+    assert rows["failed copies"] == ["", "3 (+3 since this began)"]
 
 
 def test_an_endpoint_that_stops_answering_keeps_its_numbers(endpoint, capsys):
@@ -122,7 +124,8 @@ def test_an_endpoint_that_stops_answering_keeps_its_numbers(endpoint, capsys):
     assert main(["top", endpoint.address, "--count", "2", "--interval", "0.1"]) == 1
     said = capsys.readouterr().out
     assert "90.0%" in said
-    assert "does not answer: Service Unavailable" in said
+    assert "answers with status 503 (Service Unavailable)" in said
+    assert said.index("503") < said.index("90.0%"), "what is wrong comes first"
 
 
 def test_storage_tiers_are_shown():

@@ -391,12 +391,15 @@ def test_beside_an_engine_its_memory_is_no_fault():
 def test_an_interrupted_check_leaves_nothing(tmp_path):
     """The main thread removes the folder, whatever the thread that makes the tier does."""
     (tmp_path / "kv").mkdir()
+    release = threading.Event()
     checks = check_tiers(storage_of(tmp_path / "kv" / "a"), make=lambda name, spec: stuck(spec), timeout_s=0.2)
 
     def stuck(spec):
         Path(spec.options, f"worker-{spec.worker_id}").mkdir(parents=True)
-        raise KeyboardInterrupt
+        release.wait(60)
+        raise OSError("too late")
 
     (finding,) = checks
+    release.set()
     assert "no answer within 0.2 s" in finding.text
     assert list(tmp_path.rglob("*")) == [tmp_path / "kv"]

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
 
 from tpu_offload.cli.report import build_table
 from tpu_offload.monitoring.scrape import Scrape
@@ -13,10 +15,16 @@ _FAULTS = (
     ("num_failed_jobs", "failed copies"),
     ("num_timed_out_jobs", "of these, timed out"),
     ("dropped_save_blocks", "blocks never saved"),
+    ("num_dropped_checkpoints", "checkpoints never saved"),
     ("dropped_load_blocks", "blocks computed for lack of room"),
-    ("num_lost_results", "lost reports"),
+    ("failed_storage_chunks", "failed storage chunks"),
+    ("dropped_cascade_chunks", "chunks never written to storage"),
+    ("dropped_demotion_chunks", "evicted chunks never written"),
+    ("num_lost_results", "lost results"),
+    ("num_rejected_reports", "rejected reports"),
     ("num_worker_restarts", "worker restarts"),
 )
+_COUNTERS = ("looked_up_tokens", "saved_nbytes", "loaded_nbytes", *(field for field, _ in _FAULTS))
 
 
 class _Change:
@@ -48,31 +56,31 @@ class _Change:
         return f"{grown / of:.1%}" if grown is not None and of else "-"
 
 
-def view(now: Scrape, before: Scrape | None, first: Scrape, *, url: str) -> Table:
-    """The table of one reading.
+def has_restarted(now: Scrape, before: Scrape) -> bool:
+    """Whether the engine was started between two readings: a counter is smaller than it was."""
+    return any(now.values.get(field, 0.0) < before.values.get(field, 0.0) for field in _COUNTERS)
+
+
+def view(now: Scrape, before: Scrape | None, first: Scrape, *, url: str, problem: str = "") -> RenderableType:
+    """The table of one reading, what is wrong first: a terminal may be too short for all of it.
 
     Args:
       now: the reading.
       before: the one before, for rates; None if there is none.
       first: the first one, for what has happened since.
       url: of the endpoint.
+      problem: why there is no newer reading; empty if this is one.
     """
     last, whole = _Change(now, before), _Change(now, None)
-    since = _Change(now, first)
+    saved, loaded = (f"{whole.total(field) / _MIB:,.0f} MiB" for field in ("saved_nbytes", "loaded_nbytes"))
     lines: list[Sequence[str] | None] = [
+        *_faults(now, first),
+        None,
         ("hit rate of HBM's prefix cache", *_rates(last, now, "vllm.prefix_cache_hits", "vllm.prefix_cache_queries")),
         ("hit rate of the host tier, behind it", *_rates(last, now, "found_tokens", "looked_up_tokens")),
         ("tokens loaded a second", last.rate("loaded_tokens"), f"{whole.total('loaded_tokens'):,.0f}"),
-        (
-            "saved, MiB/s",
-            last.rate("saved_nbytes", by=_MIB, digits=1),
-            f"{whole.total('saved_nbytes') / _MIB:,.0f} MiB",
-        ),
-        (
-            "loaded, MiB/s",
-            last.rate("loaded_nbytes", by=_MIB, digits=1),
-            f"{whole.total('loaded_nbytes') / _MIB:,.0f} MiB",
-        ),
+        ("saved, MiB/s", last.rate("saved_nbytes", by=_MIB, digits=1), saved),
+        ("loaded, MiB/s", last.rate("loaded_nbytes", by=_MIB, digits=1), loaded),
         None,
         ("chunks in the host tier", "", _of(whole, "num_resident_chunks", "num_host_chunks")),
         ("evicted a second", last.rate("num_evicted_chunks", digits=1), f"{whole.total('num_evicted_chunks'):,.0f}"),
@@ -80,16 +88,24 @@ def view(now: Scrape, before: Scrape | None, first: Scrape, *, url: str) -> Tabl
         ("copies in flight", "", f"{whole.total('num_jobs_in_flight'):,.0f}"),
     ]
     if now.values.get("num_host_states"):
-        lines.insert(7, ("states in the host tier", "", _of(whole, "num_states", "num_host_states")))
+        lines.append(("states in the host tier", "", _of(whole, "num_states", "num_host_states")))
     for tier, numbers in sorted(now.tiers.items()):
         lines += [None, *_tier_lines(tier, numbers)]
-    lines.append(None)
-    if whole.total("num_open_breakers"):
-        lines.append(("KINDS OF COPIES SUSPENDED", "", f"{whole.total('num_open_breakers'):,.0f}"))
+    table = build_table(escape(url), ("", "last interval", "since start, or now"), lines, left_title=True)
+    return Group(Text(problem), table) if problem else table
+
+
+def _faults(now: Scrape, first: Scrape) -> list[Sequence[str]]:
+    """What should not happen and did, with what is new since the first reading."""
+    since = _Change(now, first)
+    lines: list[Sequence[str]] = []
+    if number := now.values.get("num_open_breakers"):
+        lines.append(("KINDS OF COPIES SUSPENDED", "", f"{number:,.0f}"))
     for field, name in _FAULTS:
-        new = since.grown(field)
-        lines.append((name, f"+{new:,.0f}" if new else "0", f"{whole.total(field):,.0f}"))
-    return build_table(url, ("", "last interval", "since start"), lines, left_title=True)
+        if total := now.values.get(field):
+            new = since.grown(field)
+            lines.append((name, "", f"{total:,.0f}" + (f" (+{new:,.0f} since this began)" if new else "")))
+    return lines or [("failures, losses and drops", "", "none")]
 
 
 def _rates(last: _Change, now: Scrape, part: str, whole: str) -> tuple[str, str]:
@@ -104,4 +120,4 @@ def _of(numbers: _Change, part: str, whole: str, *, peak: bool = False) -> str:
 
 def _tier_lines(tier: str, numbers: Mapping[str, float]) -> list[Sequence[str]]:
     labels = {field: field.removeprefix("num_").replace("_", " ") for field in sorted(numbers) if numbers[field]}
-    return [(f"tier {tier}: {label}", "", f"{numbers[field]:,.0f}") for field, label in labels.items()]
+    return [(f"tier {escape(tier)}: {label}", "", f"{numbers[field]:,.0f}") for field, label in labels.items()]

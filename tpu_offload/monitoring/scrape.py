@@ -5,6 +5,7 @@ endpoint (the label `engine`) are summed.
 """
 
 import dataclasses
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from tpu_offload.metrics import METRICS, PREFIX, TIER_METRICS
 from tpu_offload.monitoring.expressions import VLLM_SERIES
 
 _MAX_NBYTES = 64 << 20
+_MAX_REASON = 200
 _VLLM = "vllm."
 
 
@@ -52,17 +54,19 @@ class Scrape:
         """Reads an endpoint.
 
         Raises:
-          InputError: it does not answer, or what it answers are no metrics of this library.
+          InputError: it does not answer in time, or what it answers are no metrics of this library.
         """
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url!r} is no address; expected one like http://127.0.0.1:8000/metrics")
         try:
             with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-                text = answer.read(_MAX_NBYTES).decode()
-        except (OSError, ValueError) as e:  # a URLError is an OSError
-            reason = getattr(e, "reason", e)
-            raise InputError(f"{url} does not answer: {' '.join(str(reason).split()) or type(e).__name__}") from e
-        return cls.parse(text, url=url)
+                content = _read_all(answer, until_s=time.monotonic() + timeout_s)
+        except urllib.error.HTTPError as e:
+            raise InputError(f"{url} answers with status {e.code} ({e.reason})") from e
+        except (OSError, ValueError, http.client.HTTPException) as e:  # a URLError is an OSError
+            reason = " ".join(str(getattr(e, "reason", e)).split())[:_MAX_REASON]
+            raise InputError(f"{url} does not answer: {reason or type(e).__name__}") from e
+        return cls.parse(content.decode(errors="replace"), url=url)
 
     @classmethod
     def parse(cls, text: str, *, url: str = "the endpoint") -> Self:
@@ -88,6 +92,18 @@ class Scrape:
                 "yet, or reports elsewhere"
             )
         return cls(at_s=time.monotonic(), values=dict(values), tiers=tiers)
+
+
+def _read_all(answer: http.client.HTTPResponse, *, until_s: float) -> bytes:
+    """The whole of an answer, which may come in small pieces: a timeout of a socket is for each of them."""
+    parts: list[bytes] = []
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > until_s or sum(map(len, parts)) > _MAX_NBYTES:
+            raise TimeoutError("the answer takes too long")
+    if answer.length:
+        raise ConnectionError("the answer ends early")
+    return b"".join(parts)
 
 
 def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
