@@ -1,11 +1,21 @@
 """What `tpu-offload plan` computes, beside what vLLM has: blocks, tokens and states of real engines on the CPU."""
 
+import math
+
 import pytest
 
 from scripts.vllm_cpu.cpu_shim import HBM_NBYTES
 from tests.adapters.llm_client import Process
 from tests.adapters.llm_runs import MODELS
-from tpu_offload.plan import Serving, default_block_size, find_model, plan_caches, read_config
+from tpu_offload.plan import (
+    AttentionLayers,
+    Serving,
+    default_block_size,
+    find_model,
+    page_nbytes,
+    plan_caches,
+    read_config,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -106,3 +116,22 @@ def test_the_block_size_is_that_of_tpu_inference(max_tokens, max_requests):
     assert default_block_size(find_model("llama-3.1-8b"), **flags) == expected
     latent = default_block_size(find_model("deepseek-v3"), **flags)
     assert latent == PallasMLAttentionBackend.get_page_size(config)
+
+
+@pytest.mark.parametrize("kv_nbytes", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(8, 64), (8, 128), (2, 256), (16, 128), (1, 80)])
+def test_pages_are_those_of_the_kernels(num_heads, head_dim, num_devices, kv_nbytes):
+    """As `get_kv_cache_shape_with_mesh` calls them: for the heads of one device, padded to one at least."""
+    import jax.numpy as jnp
+    from tpu_inference.layers.common.attention_backend import RPAAttentionBackend
+    from tpu_inference.utils import get_padded_head_dim, get_padded_num_heads
+
+    dtype = jnp.bfloat16 if kv_nbytes == 2 else jnp.float8_e4m3fn
+    heads = get_padded_num_heads(num_heads, num_devices) // num_devices
+    shape = RPAAttentionBackend().get_kv_cache_shape(1, 16, heads, get_padded_head_dim(head_dim), dtype)
+    layers = AttentionLayers(
+        count=1, num_heads=num_heads, qk_width=head_dim, v_width=head_dim, num_kv_heads=num_heads, head_dim=head_dim
+    )
+    serving = Serving(**{**FLAGS, "num_devices": num_devices, "num_ranks": 1, "kv_nbytes": kv_nbytes})
+    assert page_nbytes(layers, serving) == math.prod(shape) * kv_nbytes * num_devices

@@ -93,14 +93,13 @@ def test_the_hit_rate_of_a_trace(plan, tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ("--machine", "v5e-4", "--max-model-len", 24_576, "--tensor-parallel", 2, "--trace", path)
-    share = 0.5 + 0.5 * 0.5 * 0.5
     _, report = plan("--model", "llama-3.1-8b", *flags, "--gpu-memory-utilization", 0.6)
     assert 40 < report["hbm_kv_tokens"] / 512 < 80
     hits = report["hits"]
     assert (hits["num_requests"], hits["prompt_tokens"]) == (6, 6 * 40 * 512)
     assert hits["hbm"] + hits["host"] == pytest.approx(4 / 6)
     assert hits["host"] == hits["host_bound"] > 0
-    assert 0 < hits["saved_flops"] < share
+    assert 0 < hits["saved_flops"] < hits["hbm"] + hits["host"]
 
 
 @pytest.mark.parametrize("name", ["a[/z]b", "[bold]x", "plain"])
@@ -143,7 +142,7 @@ def test_files_are_not_overwritten(tmp_path):
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--tensor-parallel", 3), "32 query heads"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--tensor-parallel", 0), "--tensor-parallel"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--gpu-memory-utilization", 2), "--gpu-memory-utilization"),
-        (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--gpu-memory-utilization", "nan"), "expected a share"),
+        (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--gpu-memory-utilization", "nan"), "nan is not finite"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--kv-dtype", "int3"), "--kv-dtype"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--trace", "/nowhere"), "/nowhere"),
         (("--model", "llama-3.1-8b", "--machine", "v6e-8", "--json", "/nowhere/plan.json"), "no directory /nowhere"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -155,6 +156,73 @@ def test_answers_that_are_no_metrics(endpoint, text, message):
         assert main(["top", endpoint.address]) == 2
     assert message in err.getvalue()
     assert err.getvalue().count("\n") == 1
+
+
+class RawServer:
+    """Answers each connection with these bytes, a piece at a time."""
+
+    def __init__(self, *pieces, wait_s=0.0):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(pieces, wait_s))
+        self._thread.start()
+
+    def _serve(self, pieces, wait_s):
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.recv(4096)
+                for piece in pieces:
+                    connection.sendall(piece)
+                    self._done.wait(wait_s)
+
+    def close(self):
+        self._done.set()
+        self._listener.close()
+        self._thread.join()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ((b"SSH-2.0-OpenSSH_9.2\r\n",), "does not answer: "),
+        ((b"HTTP/1.1 200 OK\r\nX: " + 70_000 * b"x" + b"\r\n\r\n",), "does not answer: "),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort",), "the answer ends early"),
+        ((b"HTTP/1.1 200 OK\r\n\r\n", *200 * (b"x",)), "the answer takes too long|timed out"),
+    ],
+    ids=["ssh", "long-header", "cut", "dripping"],
+)
+def test_servers_that_do_not_speak_well(pieces, message):
+    drips = len(pieces) > 1
+    server = RawServer(*pieces, wait_s=0.05 if drips else 0.0)
+    try:
+        with pytest.raises(InputError, match=message) as caught:
+            Scrape.read(f"http://{server.address}/metrics", timeout_s=0.5 if drips else 60)
+    finally:
+        server.close()
+    assert "\n" not in str(caught.value)
+
+
+def test_names_with_brackets_are_shown_as_they_are(endpoint, capsys):
+    endpoint.texts = [
+        text_of(as_vllm=True) + "# TYPE vllm:tpu_offload_tier_stored_chunks gauge\n"
+        'vllm:tpu_offload_tier_stored_chunks{tier="0:[/red]x"} 5\n'
+    ]
+    rows = shown(capsys, f"{endpoint.address}/metrics?name=[/x]", "--count", "1")
+    assert rows["tier 0:[/red]x: stored chunks"] == ["", "5"]
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:abc", "127.0.0.1:80 80", "http://exa mple"])
+def test_addresses_that_are_none(url):
+    with pytest.raises(InputError, match="does not answer: "):
+        Scrape.read(url if "://" in url else f"http://{url}/metrics")
+
+
+def test_an_interval_that_is_no_number(endpoint, capsys):
+    endpoint.texts = [text_of()]
+    assert main(["top", endpoint.address, "--interval", "nan"]) == 2
+    assert "nan is not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,16 @@ def test_no_device(monkeypatch):
     assert errors(findings) == ["devices: jax finds no device: The TPU is already in use by process with pid 17."]
 
 
+def test_a_platform_that_jax_does_not_have(monkeypatch):
+    """For `JAX_PLATFORMS=cuda` without CUDA jax fails an assertion."""
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(of_devices, "check_backend", fail)
+    assert errors(of_devices.find_devices()[1])[0].startswith("devices: jax finds no device: AssertionError")
+
+
 def test_a_profile_of_another_device(tmp_path):
     path = tmp_path / "profile.json"
     entry = {"num_layers": 2, "page_nbytes": 65536, "save": ["direct"], "load": ["direct"]}

@@ -19,10 +19,10 @@ input_file = click.Path(path_type=Path)  # existence is checked by the code that
 
 
 class FiniteFloat(click.FloatRange):
-    """A finite number of at least 0."""
+    """A finite number of at least `low`, 0 unless given, and at most `high`; a range alone lets NaN pass."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0)
+    def __init__(self, low: float = 0.0, high: float | None = None) -> None:
+        super().__init__(min=low, max=high)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """See `click.ParamType`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tpu_offload.cli.options import Command, MultiValue, input_file, number, option
+from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import check_outputs, output_file, write_json
 from tpu_offload.errors import InputError
 from tpu_offload.plan import WEIGHTS, PlanOptions, built_in_models, expected_hits, find_machine, find_model, make_plan
@@ -71,7 +71,7 @@ class _Options:
 @option("--kv-dtype", click.Choice(tuple(_KV_NBYTES)), None, "type of the KV cache (bfloat16)", default="bfloat16")
 @option(
     "--gpu-memory-utilization",
-    click.FloatRange(0.01, 1.0),
+    FiniteFloat(0.01, 1.0),
     "SHARE",
     "part of the HBM that vLLM takes for weights and KV (0.9)",
     default=0.9,
@@ -100,8 +100,6 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
     read = {f"the trace {path}": path for path in traces}
     read |= {"the model's config.json": model / "config.json" if model.is_dir() else model}
     check_outputs(read, json=options.json)
-    if not 0 < options.gpu_memory_utilization <= 1:  # not a number, which a range lets pass
-        raise InputError(f"--gpu-memory-utilization {options.gpu_memory_utilization}; expected a share, up to 1")
     if options.block_size is not None and options.block_size & (options.block_size - 1):
         raise InputError(f"--block-size {options.block_size}; expected a power of two, as tpu-inference needs")
     machine = find_machine(options.machine)

@@ -7,7 +7,7 @@ import click
 from rich.live import Live
 
 from tpu_offload.cli.interrupts import INTERRUPTED, stop_on_interrupt
-from tpu_offload.cli.options import Command, number, option
+from tpu_offload.cli.options import Command, FiniteFloat, number, option
 from tpu_offload.cli.report import ReportConsole
 from tpu_offload.cli.top_view import has_restarted, view
 from tpu_offload.errors import InputError
@@ -19,7 +19,7 @@ _WAKE_S = 0.1
 
 @click.command(cls=Command)
 @click.argument("url", metavar="URL", default=_DEFAULT)
-@option("--interval", click.FloatRange(0.1, 3600), "S", "seconds between two readings (2)", default=2.0)
+@option("--interval", FiniteFloat(0.1, 3600), "S", "seconds between two readings (2)", default=2.0)
 @number("--count", "stop after N readings; without, on Ctrl-C")
 @click.pass_obj
 def command(argv: Sequence[str], /, *, url: str, interval: float, count: int | None) -> int:
@@ -28,8 +28,6 @@ def command(argv: Sequence[str], /, *, url: str, interval: float, count: int | N
     URL is the endpoint (http://127.0.0.1:8000/metrics). Rates are of the last interval; the first reading has none.
     Status 0 after --count readings, 1 if the last one failed, 130 on Ctrl-C.
     """
-    if not interval > 0:  # not a number, which a range lets pass
-        raise InputError(f"--interval {interval}; expected seconds")
     url = _with_path(url)
     last = first = Scrape.read(url)
     num_read, problem = 1, ""

@@ -48,5 +48,5 @@ def warning(check: str, text: str, action: str, **figures: Any) -> Finding:
 
 
 def error(check: str, text: str, action: str, **figures: Any) -> Finding:
-    """A finding to mend first."""
+    """A finding to fix first."""
     return Finding(check=check, level=Level.ERROR, text=text, action=action, figures=figures)

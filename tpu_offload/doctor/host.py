@@ -91,7 +91,7 @@ def check_host(host: Host, config: OffloadConfig | None, *, on_tpu: bool, beside
     else:
         yield ok(_PAGES, f"transparent huge pages: {host.huge_pages or 'not known'}")
     if host.num_nodes > 1:
-        yield ok(_NUMA, f"{host.num_nodes} nodes; let the engine use all of them, as chips hang on each")
+        yield ok(_NUMA, f"{host.num_nodes} nodes; let the engine use all of them: each has some of the chips")
     else:
         yield ok(_NUMA, "one node")
 

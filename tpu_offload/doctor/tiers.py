@@ -69,7 +69,7 @@ def _finding(
     try:
         return _check_tier(check, tier, make, worker_id)
     except OffloadError as e:
-        return error(check, str(e), "mend it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
+        return error(check, str(e), "fix it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
     except Exception as e:  # a tier of the user may raise anything
         why = " ".join(str(e.strerror or e if isinstance(e, OSError) else e).split())[:_MAX_TEXT]
         return error(

@@ -30,7 +30,7 @@ class Chip:
       num_cores: cores by which its slices are named; a slice `NAME-N` has `N / num_cores` chips.
       link_nbytes_per_s: between a chip and host memory, in one direction.
       hosts: by chips of a virtual machine, bytes of its memory.
-      network_nbytes_per_s: of a virtual machine with the most chips, to other machines.
+      network_nbytes_per_s: a chip's part of the network of its virtual machine.
       source: of the figures.
     """
 
@@ -56,7 +56,7 @@ CHIPS = {
             num_cores=1,
             link_nbytes_per_s=15e9,
             hosts={1: 48 * _GB, 4: 192 * _GB, 8: 384 * _GB},
-            network_nbytes_per_s=25e9,
+            network_nbytes_per_s=3.125e9,
             source=f"docs.cloud.google.com/tpu/docs/v6e, machine types ct5lp-hightpu-*; {_LINK}",
         ),
         Chip(
@@ -67,7 +67,7 @@ CHIPS = {
             num_cores=2,
             link_nbytes_per_s=15e9,
             hosts={4: 448 * _GB},
-            network_nbytes_per_s=25e9,
+            network_nbytes_per_s=6.25e9,
             source=f"docs.cloud.google.com/tpu/docs/tpu7x (generations), machine type ct5p-hightpu-4t; {_LINK}",
         ),
         Chip(
@@ -78,7 +78,7 @@ CHIPS = {
             num_cores=1,
             link_nbytes_per_s=15e9,
             hosts={1: 180 * _GB, 4: 720 * _GB, 8: 1440 * _GB},
-            network_nbytes_per_s=100e9,
+            network_nbytes_per_s=12.5e9,
             source=f"docs.cloud.google.com/tpu/docs/v6e, machine types ct6e-standard-*; {_LINK}",
         ),
         Chip(
@@ -89,7 +89,7 @@ CHIPS = {
             num_cores=2,
             link_nbytes_per_s=15e9,
             hosts={4: 960 * _GB},
-            network_nbytes_per_s=50e9,
+            network_nbytes_per_s=12.5e9,
             source=f"docs.cloud.google.com/tpu/docs/tpu7x, machine type tpu7x-standard-4t; {_LINK}",
         ),
     )

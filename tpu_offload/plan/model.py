@@ -7,6 +7,9 @@ import dataclasses
 import math
 from typing import final
 
+LANES = 128
+"""To multiples of this, heads and latents are padded in a page."""
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +40,9 @@ class AttentionLayers:
     def cached_width(self) -> int:
         """Numbers that one layer caches for a token, padded as in a page: keys and values of all heads, or a latent."""
         if self.latent_widths:
-            return sum(_align(width) for width in self.latent_widths)
+            return sum(align(width, LANES) for width in self.latent_widths)
         # Heads of 64 are not padded: the key and the value of one share a row.
-        return 2 * self.num_kv_heads * (64 if self.head_dim == 64 else _align(self.head_dim))
+        return 2 * self.num_kv_heads * (64 if self.head_dim == 64 else align(self.head_dim, LANES))
 
     def num_attended(self, first: int, end: int) -> float:
         """How many tokens before them the tokens `first` to `end - 1` attend to, each in the middle of its step."""
@@ -194,5 +197,6 @@ class ModelShape:
         return flops + (self.states.flops(first, end) if self.states else 0.0)
 
 
-def _align(width: int) -> int:
-    return -(-width // 128) * 128
+def align(number: int, to: int) -> int:
+    """The next multiple."""
+    return -(-number // to) * to

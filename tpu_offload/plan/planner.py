@@ -314,7 +314,7 @@ def _tiers(
     rates = {"host memory": link}
     if num_hosts == 1 or serving.num_ranks == 1:  # storage is refused with ranks on several hosts
         rates |= {name: min(link, rate * num_hosts) for name, rate in _STORAGE_RATES.items()}
-        rates["a remote store, at most"] = min(link, machine.chip.network_nbytes_per_s * num_hosts)
+        rates["a remote store, at most"] = min(link, machine.chip.network_nbytes_per_s * num_chips)
     return tuple(
         TierRate(
             name=name,

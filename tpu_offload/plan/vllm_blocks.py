@@ -6,13 +6,11 @@ From `tpu_inference/runner/kv_cache_manager.py` and `kv_cache.py` (pages, paddin
 """
 
 import dataclasses
-import math
 from typing import final
 
 from tpu_offload.errors import InputError
-from tpu_offload.plan.model import AttentionLayers, ModelShape
+from tpu_offload.plan.model import LANES, AttentionLayers, ModelShape, align
 
-_LANES = 128
 _LATENT_PACKING = 32  # tokens in a row of a page of latent attention
 _STATES_A_REQUEST = 8  # tpu-inference's DEFAULT_MAMBA_CACHE_MULTIPLIER
 _LEAST_REQUESTS = 8  # that tpu-inference has states for
@@ -64,9 +62,10 @@ class GroupPlan:
     num_groups: int
     layer_nbytes: float
 
-    def nbytes(self, num_blocks: int) -> float:
-        """Bytes of so many blocks in all layers of these groups."""
-        return self.num_layers * self.layer_nbytes * num_blocks
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all layers of these groups."""
+        return round(self.num_layers * self.layer_nbytes)
 
 
 @final
@@ -124,8 +123,8 @@ def page_nbytes(layers: AttentionLayers, serving: Serving) -> int:
       InputError: the heads cannot be divided over the devices.
     """
     if layers.latent_widths:
-        width = sum(_align(width, _LANES) for width in layers.latent_widths)
-        return _align(serving.block_size, _LATENT_PACKING) * width * serving.kv_nbytes
+        width = sum(align(width, LANES) for width in layers.latent_widths)
+        return align(serving.block_size, _LATENT_PACKING) * width * serving.kv_nbytes
     num_shards, num_heads = serving.num_devices // serving.num_ranks, layers.num_kv_heads
     many, few = max(num_heads, num_shards), min(num_heads, num_shards)
     if many % few:
@@ -135,7 +134,7 @@ def page_nbytes(layers: AttentionLayers, serving: Serving) -> int:
         )
     packing = 4 // serving.kv_nbytes
     rows = many // num_shards * (1 if layers.head_dim == 64 else 2)  # with heads of 64, key and value share a row
-    return serving.block_size * num_shards * _align(rows, packing) * _align(layers.head_dim, _LANES) * serving.kv_nbytes
+    return serving.block_size * num_shards * align(rows, packing) * align(layers.head_dim, LANES) * serving.kv_nbytes
 
 
 def plan_caches(model: ModelShape, serving: Serving, *, available_nbytes: int) -> CachePlan:
@@ -152,9 +151,7 @@ def plan_caches(model: ModelShape, serving: Serving, *, available_nbytes: int) -
     if model.states is not None:
         return _with_states(model, serving, groups, available_nbytes)
     # Groups share their arrays: a block of the pool is as wide as one group.
-    block_nbytes = int(max(group.nbytes(1) / group.num_groups for group in groups))
-    if len(groups) > 1:
-        block_nbytes = int(_layers_of_a_group(groups) * groups[0].layer_nbytes)
+    block_nbytes = round(_group_size([group.num_layers for group in groups]) * groups[0].layer_nbytes)
     num_blocks = available_nbytes // block_nbytes // serving.num_ranks * serving.num_ranks
     needed = _blocks_a_request(groups, serving)
     if num_blocks // serving.num_ranks - 1 < needed:
@@ -177,16 +174,16 @@ def _with_states(
     """A pool of blocks and one of states, both out of the same HBM."""
     assert model.states is not None, "a model with states"
     ranks = serving.num_ranks
-    block_nbytes, state_nbytes = int(groups[0].nbytes(1)), model.states.nbytes
+    block_nbytes, state_nbytes = groups[0].block_nbytes, model.states.nbytes
     blocks_a_request = -(-serving.max_tokens // serving.block_size)
     num_requests = max(_LEAST_REQUESTS, serving.max_requests * ranks)
-    num_states = _align(num_requests * _STATES_A_REQUEST + 1, ranks)
+    num_states = align(num_requests * _STATES_A_REQUEST + 1, ranks)
     num_blocks = _blocks_beside(num_states, available_nbytes, state_nbytes, block_nbytes, ranks)
-    least = _align(num_requests * 2 + 1, ranks)
+    least = align(num_requests * 2 + 1, ranks)
     if num_states > least and num_blocks // blocks_a_request < num_states // _STATES_A_REQUEST:
         request_nbytes = blocks_a_request * block_nbytes + _STATES_A_REQUEST * state_nbytes
         servable = min(num_requests, available_nbytes // request_nbytes)
-        num_states = max(least, _align(servable * _STATES_A_REQUEST + 1, ranks))
+        num_states = max(least, align(servable * _STATES_A_REQUEST + 1, ranks))
         num_blocks = _blocks_beside(num_states, available_nbytes, state_nbytes, block_nbytes, ranks)
     if num_blocks // ranks - 1 < blocks_a_request:
         raise InputError(
@@ -195,7 +192,7 @@ def _with_states(
             "--max-model-len, or add devices"
         )
     # vLLM counts the two rows that each group of states needs as blocks.
-    num_groups = _groups_beside(model.states.count, groups[0].num_layers)
+    num_groups = -(-model.states.count // _group_size([model.states.count, groups[0].num_layers]))
     needed = blocks_a_request + 2 * num_groups
     return CachePlan(
         block_nbytes=block_nbytes,
@@ -236,14 +233,6 @@ def _group_size(counts: list[int]) -> int:
     return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
-def _layers_of_a_group(groups: tuple[GroupPlan, ...]) -> int:
-    return _group_size([group.num_layers for group in groups])
-
-
-def _groups_beside(num_states: int, num_attention: int) -> int:
-    return -(-num_states // _group_size([num_states, num_attention]))
-
-
 def _blocks_a_request(groups: tuple[GroupPlan, ...], serving: Serving) -> int:
     """Blocks that a request of the greatest length holds at a time, in all groups."""
     size, needed = serving.block_size, 0
@@ -254,7 +243,3 @@ def _blocks_a_request(groups: tuple[GroupPlan, ...], serving: Serving) -> int:
         else:
             needed += group.num_groups * -(-serving.max_tokens // size)
     return needed
-
-
-def _align(number: int, to: int) -> int:
-    return math.ceil(number / to) * to
