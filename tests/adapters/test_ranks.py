@@ -6,6 +6,7 @@ from tests.adapters.llm_client import Process, conversations, ours, tokens
 from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
 from tests.adapters.test_llm import assert_nothing_leaked
 from tests.storage.memory_tier import SHARED
+from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
 pytestmark = pytest.mark.vllm
 
@@ -36,6 +37,9 @@ def expected(ranked):
     return answers(ranked.run({"model": MODEL, "engine": MANY, "steps": conversations(max_tokens=20)}))
 
 
+END = {"do": "drain"}, {"do": "metrics"}, {"do": "log_stats"}
+
+
 def answers(outcome):
     assert outcome["error"] is None
     return [step["tokens"] for step in outcome["steps"] if isinstance(step, dict) and "tokens" in step]
@@ -62,9 +66,13 @@ def test_answers_are_those_without_a_connector_and_both_ranks_load(ranked, expec
             "model": MODEL,
             "engine": FEW | {"async_scheduling": async_scheduling},
             "connector": ours(decode_save=True, num_cpu_chunks=24),
-            "steps": [steps[0], {"do": "reset_hbm"}, steps[1], {"do": "reset_hbm"}, steps[2]],
+            "steps": [steps[0], {"do": "reset_hbm"}, steps[1], {"do": "reset_hbm"}, steps[2], *END],
         }
     )
+    *_, metrics, log = outcome["steps"]
+    for name in outcome["end"]["ranks"][0]["stats"].keys() - SWAP_FIELDS:
+        assert metrics[f"vllm:tpu_offload_{METRICS[name].family}"] == int(sum(stats(outcome, name))), name
+    assert any("KV Transfer metrics" in line and "Loaded tokens=" in line for line in log)
     assert answers(outcome) == expected
     assert min(stats(outcome, "loaded_blocks")) > 10
     assert min(stats(outcome, "num_evicted_chunks")) > 0, "the host tier was full"

@@ -12,7 +12,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, hold_saves, make_stack, prompt, save_prompt
 from tpu_offload import OffloadStats, TierStats
 from tpu_offload.adapters.vllm import TPUOffloadConnector
-from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
+from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, RankStats, tier_counts
 from tpu_offload.metrics import METRICS, MetricGroup
 
 pytestmark = pytest.mark.vllm
@@ -200,3 +200,25 @@ def test_a_call_for_the_other_role_is_an_error():
     assert worker.role is KVConnectorRole.WORKER
     with pytest.raises(AssertionError, match="reached the worker role"):
         worker.reset_cache()
+
+
+def test_the_gauges_of_a_rank_stay_while_it_reports_nothing():
+    ranks = RankStats(2)
+    assert ranks.join([None, None]) is None
+    one = {"saved_blocks": 3, "num_resident_chunks": 3, "num_stored_chunks@file": 1, "save_duration_seconds": [0.1]}
+    other = {"saved_blocks": 1, "num_resident_chunks": 5, "save_duration_seconds": [0.2, 0.3]}
+    assert ranks.join([one, other]) == {
+        "saved_blocks": 4,
+        "num_resident_chunks": 8,
+        "num_stored_chunks@file": 1,
+        "save_duration_seconds": [0.1, 0.2, 0.3],
+    }
+    later = ranks.join([None, {"saved_blocks": 2, "num_resident_chunks": 7, "save_duration_seconds": []}])
+    assert later == {
+        "saved_blocks": 2,
+        "num_resident_chunks": 10,
+        "num_stored_chunks@file": 1,
+        "save_duration_seconds": [],
+    }
+    assert one["save_duration_seconds"] == [0.1], "what was reported is not changed"
+    assert ranks.join([None, None]) is None

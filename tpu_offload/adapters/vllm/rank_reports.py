@@ -1,4 +1,4 @@
-"""Data-parallel ranks on several hosts, or in pipeline stages: joins what the processes of the model report.
+"""Data-parallel ranks of one engine: joins their statistics, and what the processes of the model report.
 
 vLLM's executors join the outputs of the connectors of several workers if the engine's scheduler has a connector. With
 ranks, tpu-inference 0.32 runs the schedulers that have one in forked processes: the engine has a `DPScheduler` without,
@@ -6,10 +6,13 @@ and passes on the output of one host, or of the last stage. The copies of the ot
 the `DPScheduler` gets what the engine asks it for: the number of workers that report.
 
 It also counts them before it forks: a forked process must not ask Ray.
+
+The statistics of the ranks' schedulers come with their other results; `DPScheduler` joins those, and drops the
+connectors' part. Here it joins that, too.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from vllm.config import SchedulerConfig
@@ -19,6 +22,7 @@ from tpu_offload.adapters.vllm.wrap_once import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
 
 
 @final
@@ -38,7 +42,7 @@ class ReportingWorkers:
 
 
 def join_reports_for_ranks() -> None:
-    """Has engines with this connector and ranks join the reports of all hosts or stages; idempotent.
+    """Has engines with this connector and ranks join statistics, and the reports of all hosts or stages; idempotent.
 
     Called in every process of vLLM, before it makes schedulers.
     """
@@ -52,16 +56,28 @@ def _scheduler_cls(original: Callable[[SchedulerConfig], Any], config: Scheduler
 
 @functools.cache
 def _joining(base: Any) -> Any:
-    """tpu-inference's `DPScheduler`, which counts the workers before it forks and says how many report."""
+    """tpu-inference's `DPScheduler`, which counts the workers before it forks, says how many report, and joins the
+    connectors' statistics.
+    """
 
     class JoiningScheduler(base):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, vllm_config: "VllmConfig", **kwargs: Any) -> None:
             from tpu_offload.adapters.vllm.settings import count_workers_of_ranks, has_several_workers
+            from tpu_offload.adapters.vllm.stats import RankStats
 
-            joins = has_this_connector(vllm_config) and has_several_workers(vllm_config)
+            is_ours = has_this_connector(vllm_config)
+            joins = is_ours and has_several_workers(vllm_config)
             num_workers = count_workers_of_ranks(vllm_config) if joins else 1
             super().__init__(*args, vllm_config=vllm_config, **kwargs)
+            self._offload_stats = RankStats(self.dp_size) if is_ours else None
             if joins:  # for one host, too: Ray's executors rely on it
                 self.connector = ReportingWorkers(num_workers)
+
+        def _combine_scheduler_stats(self, rank_stats_list: "Sequence[SchedulerStats | None]") -> Any:
+            combined = super()._combine_scheduler_stats(rank_stats_list)
+            if combined is not None and self._offload_stats is not None:
+                of_ranks = (stats.kv_connector_stats if stats else None for stats in rank_stats_list)
+                combined.kv_connector_stats = self._offload_stats.join(of_ranks)
+            return combined
 
     return JoiningScheduler

@@ -98,6 +98,40 @@ class OffloadConnectorStats(KVConnectorStats):
 
 
 @final
+class RankStats:
+    """The counts of all data-parallel ranks of an engine, from those of each.
+
+    A rank that has counted nothing in a step reports nothing, so its gauges keep their values.
+
+    Args:
+      num_ranks: number of ranks.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._gauges: tuple[dict[str, Any], ...] = tuple({} for _ in range(num_ranks))
+
+    def join(self, of_ranks: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+        """The sums of the `data` that ranks report after a step; None if none does.
+
+        Args:
+          of_ranks: what each rank reports, in the order of ranks.
+        """
+        joined: dict[str, Any] = {}
+        reported = False
+        for gauges, data in zip(self._gauges, of_ranks, strict=True):
+            reported = reported or data is not None
+            for name, value in (data or {}).items():
+                if name.partition(_OF_TIER)[0] in GAUGES:
+                    gauges[name] = value
+                else:
+                    joined[name] = joined[name] + value if name in joined else value
+        for gauges in self._gauges:
+            for name, value in gauges.items():
+                joined[name] = joined.get(name, 0) + value
+        return joined if reported else None
+
+
+@final
 class OffloadPromMetrics(KVConnectorPromMetrics):
     """A series `vllm:tpu_offload_<family>` for every metric except those of request swap, and two histograms.
 
