@@ -12,7 +12,7 @@ from selenium.webdriver.chrome.service import Service
 
 from tests.monitoring.prometheus import missing
 
-_UNPACKED = Path(__file__).parents[3] / ".venv" / "chromium"  # scripts/_browser.sh
+_UNPACKED = Path(__file__).parents[3] / ".venv" / "chromium"  # scripts/_debian.sh
 
 
 @final
