@@ -1,5 +1,6 @@
 """The whole suite runs on the CPU backend with eight virtual devices, but for `-m tpu`."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -120,6 +121,18 @@ def kept_programs(tmp_path_factory, pytestconfig):
     for name, value in before.items():
         jax.config.update(name, value)
     programs.prune()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_weights():
+    """Engines with the same model have the same weights: making them takes longer than most tests' steps."""
+    runner = sys.modules.get("tpu_offload.engine.runner")  # if a test imports it
+    if runner is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "random_weights", functools.lru_cache(maxsize=32)(runner.random_weights))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
