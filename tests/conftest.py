@@ -1,5 +1,6 @@
 """The whole suite runs on the CPU backend with eight virtual devices, but for `-m tpu`."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -16,37 +17,45 @@ settings.register_profile("tests", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("tests")
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
-# By CPU time, those that take more than ten seconds.
+# By CPU time, those that take more than fifteen seconds.
 LONGEST_FIRST = (
-    "tests/engine/test_swap_random.py",
     "tests/cli/test_replay.py",
-    "tests/simulation/test_campaign.py",
+    "tests/engine/test_swap_random.py",
+    "tests/multiprocess/test_multiprocess.py",
     "tests/engine/test_hosts.py",
-    "tests/engine/test_window.py",
+    "tests/simulation/test_campaign.py",
     "tests/simulation/test_mutations.py",
-    "tests/engine/test_hybrid_tier.py",
-    "tests/cli/test_bench.py",
-    "tests/core/policies/test_shared_trace.py",
-    "tests/test_benchmarks.py",
+    "tests/engine/test_window.py",
+    "tests/engine/test_save_modes.py",
+    "tests/core/policies/test_conformance.py",
+    "tests/engine/test_cache_loss.py",
     "tests/kernels/test_pages.py",
+    "tests/simulation/test_simulation.py",
+    "tests/test_benchmarks.py",
+    "tests/engine/test_offloading.py",
+    "tests/engine/test_hybrid_tier.py",
     "tests/cli/test_preempt.py",
+    "tests/core/policies/test_density.py",
     "tests/engine/test_states.py",
     "tests/soak/test_soak.py",
-    "tests/core/policies/test_conformance.py",
-    "tests/engine/test_compiles.py",
-    "tests/core/policies/test_density.py",
-    "tests/simulation/test_simulation.py",
-    "tests/multiprocess/test_multiprocess.py",
-    "tests/engine/test_hybrid.py",
-    "tests/engine/test_state_hybrid.py",
-    "tests/engine/test_samples.py",
-    "tests/engine/test_engine.py",
-    "tests/engine/test_cache_loss.py",
-    "tests/worker/test_page_groups.py",
-    "tests/kernels/test_fused.py",
     "tests/storage/test_engine.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/test_compiles.py",
+    "tests/worker/test_page_groups.py",
+    "tests/engine/test_hybrid_storage.py",
+    "tests/engine/test_hybrid.py",
     "tests/core/test_scheduler_random.py",
+    "tests/engine/test_kv_blocks.py",
+    "tests/cli/test_bench.py",
     "tests/test_fuzz.py",
+    "tests/core/test_index_machine.py",
+    "tests/kernels/test_fused.py",
+    "tests/engine/test_samples.py",
+    "tests/kernels/test_copies.py",
+    "tests/sim/test_against_scheduler.py",
+    "tests/doctor/test_doctor.py",
+    "tests/engine/test_state_hybrid.py",
+    "tests/core/test_windows.py",
 )
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
@@ -120,6 +129,18 @@ def kept_programs(tmp_path_factory, pytestconfig):
     for name, value in before.items():
         jax.config.update(name, value)
     programs.prune()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_weights():
+    """Engines with the same model have the same weights: making them takes longer than most tests' steps."""
+    runner = sys.modules.get("tpu_offload.engine.runner")  # if a test imports it
+    if runner is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "random_weights", functools.lru_cache(maxsize=32)(runner.random_weights))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,13 +1,31 @@
 """Hooks of `llm_runs`: what they observe in an engine, and what they change in it."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import logging
 import os
+import signal
 from typing import Any
 
 from tests.inside import tier_groups
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+def die_with_parent() -> None:
+    """Has Linux kill this process, and those that it forks from now on, when their parents end in whatever way.
+
+    vLLM's schedulers of data-parallel ranks are forked processes that would wait for the next command for ever.
+    """
+    _kill_with_parent()
+    os.register_at_fork(after_in_child=_kill_with_parent)
+
+
+def _kill_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def count_calls(owner: Any, name: str) -> list[None]:

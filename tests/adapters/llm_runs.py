@@ -39,6 +39,7 @@ from tests.adapters.llm_probes import (
     break_loads,
     captured_log,
     count_calls,
+    die_with_parent,
     environment_of,
     inspect_models_here,
     lose_caches,
@@ -514,6 +515,7 @@ def _freeze_imports() -> None:
 
 def main() -> None:
     """Reads runs, writes outcomes."""
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of vLLM
     import cpu_shim

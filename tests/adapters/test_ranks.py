@@ -1,8 +1,14 @@
 """Data-parallel ranks in one engine: attention of two ranks on two devices each, in the real engine, on the CPU."""
 
+import os
+import selectors
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from tests.adapters.llm_client import Process, conversations, ours, tokens
+from tests.adapters.llm_client import ROOT, Process, conversations, ours, tokens
 from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
 from tests.adapters.test_llm import assert_nothing_leaked
 from tests.storage.memory_tier import SHARED
@@ -328,3 +334,25 @@ def test_tpu_inference_mixes_blocks_of_latents_that_are_no_whole_packs(ranked):
     engine = RANKS | LATENT | {"block_size": 16, "num_gpu_blocks_override": 200}
     outcome = ranked.run({"model": "deepseek", "engine": engine, "connector": ours(), "steps": []})
     assert "set --block-size to a multiple of 32" in outcome["error"]
+
+
+def test_schedulers_end_with_the_process_that_forked_them():
+    """Also when that is killed, as it is if a test fails: they wait for commands for ever."""
+    code = """
+import os, time
+from tests.adapters.llm_probes import die_with_parent
+die_with_parent()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:
+        scheduler = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    with selectors.DefaultSelector() as selector:
+        selector.register(scheduler, selectors.EVENT_READ)
+        has_ended = bool(selector.select(60))
+    if not has_ended:
+        signal.pidfd_send_signal(scheduler, signal.SIGKILL)
+    os.close(scheduler)
+    assert has_ended

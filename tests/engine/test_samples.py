@@ -1,6 +1,7 @@
 """Several samples of one prompt share its blocks, and each equals a separate request."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def serve_samples(engine, *requests):
     raise AssertionError("no progress")
 
 
+@functools.cache
 def alone(model, request):
     """The samples as separate requests."""
     requests = [

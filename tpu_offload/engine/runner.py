@@ -128,6 +128,11 @@ def cache_layout(model_config: ModelConfig, engine_config: EngineConfig, kv_cach
     )
 
 
+def random_weights(model_config: ModelConfig) -> Any:
+    """The weights of a model, as `nnx.State`: they depend on its config only."""
+    return nnx.state(Decoder(model_config))
+
+
 class ModelRunner:
     """Runs steps. The caches it holds are donated to each step and replaced by the step's output.
 
@@ -147,7 +152,7 @@ class ModelRunner:
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, *, mesh: Mesh | None = None) -> None:
         self._model_config, self._engine_config, self._mesh = model_config, engine_config, mesh
-        self._weights = nnx.state(Decoder(model_config))
+        self._weights = random_weights(model_config)
         if mesh is not None:
             check_shards(model_config, mesh.size)
             self._weights = jax.tree.map(self._replicate, self._weights)
