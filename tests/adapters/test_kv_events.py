@@ -11,6 +11,7 @@ from tests.adapters.scheduler_stack import Stack, hold_saves, prompt
 from tests.adapters.test_checkpoints import EMPTY_HBM, PROMPTS
 from tests.adapters.test_hybrid_models import BLOCK, MANY_BLOCKS, WINDOW, answers, num_cached
 from tpu_offload import TierEvent, TierEventKind
+from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, event_groups, to_kv_events
 from tpu_offload.types import BlockHash
 
@@ -81,7 +82,7 @@ def test_events_have_the_numbers_of_vllm():
     states = (EventGroup(0, "mamba", None), EventGroup(1, "mamba", None))
     assert groups == ((EventGroup(2, "full_attention", None),), states)
     removed = TierEvent(kind=TierEventKind.REMOVED, block_hashes=(BlockHash(b"x" * 32),), group_id=1)
-    found = list(to_kv_events([removed], groups, block_size=BLOCK_SIZE))
+    found = list(to_kv_events([removed], groups, sources=BlockSources(), block_size=BLOCK_SIZE, blocks_per_chunk=1))
     assert all(isinstance(event, BlockRemoved) for event in found)
     assert [event.group_idx for event in found] == [0, 1]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Mapping
 from typing import final
 
@@ -10,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from tpu_offload.config import OffloadConfig
-from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
+from tpu_offload.doctor.findings import Finding, Findings, Level, error, ok, warning
 
 _CHECK, _FAULTS = "versions", "known faults"
 
@@ -181,3 +182,15 @@ def _matches(version: str, versions: str) -> bool:
         return Version(Version(version).base_version) in SpecifierSet(versions)
     except InvalidVersion:
         return False
+
+
+def main() -> int:
+    """`python -m tpu_offload.doctor.versions`: for an image that will serve, where a warning is an error, too."""
+    findings = [one for one in check_versions(installed_versions()) if one.level is not Level.OK]
+    for one in findings:
+        print(f"{one.text} -> {one.action}", file=sys.stderr)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
