@@ -10,6 +10,7 @@ from typing import final
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from tpu_offload import __version__
 from tpu_offload.config import OffloadConfig
 from tpu_offload.doctor.findings import Finding, Findings, Level, error, ok, warning
 
@@ -109,8 +110,8 @@ KNOWN_FAULTS = (
 
 def installed_versions() -> dict[str, str]:
     """Versions of the packages in `SUPPORTED`, of libtpu and of this one, as far as they are installed."""
-    versions = {"python": platform.python_version()}
-    for package in ("tpu_offload", "libtpu", *(one.package for one in SUPPORTED)):
+    versions = {"python": platform.python_version(), "tpu_offload": __version__}
+    for package in ("libtpu", *(one.package for one in SUPPORTED)):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
