@@ -45,6 +45,7 @@ class KVRouter:
                 assert known.isdisjoint(event.block_hashes), f"group {event.group_idx}: stored twice"
                 known.update(event.block_hashes)
                 self._chunk_tokens = event.block_size
+                self._check(event)
             else:
                 self._learn(event)
         elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
@@ -52,6 +53,17 @@ class KVRouter:
             assert known.issuperset(event.block_hashes), f"group {event.group_idx}: removed, and was not stored"
             known.difference_update(event.block_hashes)
             self.num_removed += len(event.block_hashes)
+
+    def _check(self, event: BlockStored) -> None:
+        """What the host tier says of a chunk is what HBM has said of its blocks, as far as it has."""
+        parent, size = event.parent_block_hash, event.block_size
+        assert len(event.token_ids) == size * len(event.block_hashes), "a chunk without its tokens"
+        for i, block_hash in enumerate(event.block_hashes):
+            for start in range(i * size, (i + 1) * size, self._block_size or size):
+                tokens = event.token_ids[start : start + (self._block_size or size)]
+                parent = self._hashes.get((parent, tuple(tokens)))
+            assert parent in (None, block_hash), "the same tokens have another hash in HBM"
+            parent = block_hash
 
     def _learn(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind != _FULL:

@@ -22,8 +22,8 @@ from tests.deploy.manifests import (
     read,
     server,
     the,
-    validate,
 )
+from tests.deploy.validation import validate
 from tpu_offload.config import OffloadConfig
 from tpu_offload.doctor.findings import Level
 from tpu_offload.doctor.host import Host, check_host
