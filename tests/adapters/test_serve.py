@@ -216,7 +216,9 @@ def test_events_match_what_lookups_find(served):
     assert found == expected
     for index in (tree.llmd, tree.llmd_host):
         by_llmd = [index.num_tokens(tokens, "cpu") for tokens in whole]
-        assert [min(n, (len(t) - 1) // BLOCK_SIZE * BLOCK_SIZE) for n, t in zip(by_llmd, whole, strict=True)] == expected
+        assert [
+            min(n, (len(t) - 1) // BLOCK_SIZE * BLOCK_SIZE) for n, t in zip(by_llmd, whole, strict=True)
+        ] == expected
         assert index.num_without_tokens == 0
 
 

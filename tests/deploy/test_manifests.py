@@ -97,7 +97,7 @@ def test_an_overlay_changes_what_it_names():
 
 
 def only_pod(manifests):
-    (pod,) = [one for one in pod_specs(manifests)]
+    (pod,) = pod_specs(manifests)
     return pod
 
 
@@ -145,7 +145,10 @@ def test_flags_and_sizes_are_those_of_plan():
     assert json.loads(given["--kv-transfer-config"]) == connector
     assert {name: given[name] for name in expected} == expected
     assert given.keys() - expected.keys() == {
-        "--port", "--shutdown-timeout", "--kv-transfer-config", "--kv-events-config"
+        "--port",
+        "--shutdown-timeout",
+        "--kv-transfer-config",
+        "--kv-events-config",
     }
     assert model == server()["args"][0]
     assert int(server()["resources"]["limits"]["google.com/tpu"]) == plan.serving.num_devices

@@ -52,9 +52,7 @@ def metadata(wheel):
 def test_it_contains_the_package_and_nothing_else(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     in_tree = {
-        str(path.relative_to(ROOT))
-        for path in PACKAGE.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
     assert files == in_tree | {"tpu_offload_command.py"}
     assert "tpu_offload/py.typed" in files

@@ -186,12 +186,8 @@ def _matches(version: str, versions: str) -> bool:
 
 
 def main() -> int:
-    """`python -m tpu_offload.doctor.versions`: for an image that will serve, where a warning is an error, too."""
+    """For the build of an image that will serve, where a warning is an error, too: prints them; the exit status."""
     findings = [one for one in check_versions(installed_versions()) if one.level is not Level.OK]
     for one in findings:
-        print(f"{one.text} -> {one.action}", file=sys.stderr)
+        sys.stderr.write(f"{one.text} -> {one.action}\n")
     return 1 if findings else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """What KV events say of a stored block besides its hash: its tokens, its parent, its adapter.
 
-The library knows chunks by their hashes alone. The requests that it looks up and saves for know the rest, and a save may
-end after its request has. So a request is kept until every job that was planned while it ran has ended.
+The library knows chunks by their hashes alone. The requests that it looks up and saves for know the rest, and a save
+may end after its request has. So a request is kept until every job that was planned while it ran has ended.
 """
 
 import dataclasses
