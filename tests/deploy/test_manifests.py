@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+from typing import Any
 
 import jsonschema
 import kubernetes_validate
@@ -67,7 +68,7 @@ def test_the_configuration_of_the_endpoint_picker_matches_its_schema():
 def test_a_mistake_is_found(folder, kind, path, value):
     manifest = copy.deepcopy(the(APPLIED[folder], kind))
     *parents, last = path.split(".")
-    place = manifest
+    place: Any = manifest
     for name in parents:
         place = place[int(name) if name.isdigit() else name]
     place[last] = value
@@ -93,7 +94,7 @@ def test_an_overlay_changes_what_it_names():
     (claim,) = the(APPLIED["disk"], "StatefulSet")["spec"]["volumeClaimTemplates"]
     size = re.fullmatch(r"(\d+)Gi", claim["spec"]["resources"]["requests"]["storage"])
     assert size
-    assert float(environment(disk)["TPU_OFFLOAD_STORAGE_GB"]) <= 0.95 * int(size[1])  # the file system needs some
+    assert float(environment(disk)["TPU_OFFLOAD_STORAGE_GB"]) <= 0.9 * int(size[1])  # the file system needs some
 
 
 def only_pod(manifests):

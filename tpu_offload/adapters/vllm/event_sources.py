@@ -44,9 +44,10 @@ class BlockSource:
     def extra_keys(self, num_blocks: int, block_size: int) -> tuple[Any, ...] | None:
         """What else the hashes of these blocks cover: images, adapter, salt."""
         first = self.position + 1 - num_blocks
-        keys, _ = generate_block_hash_extra_keys(
-            self.request, first * block_size, (self.position + 1) * block_size, start_mm_idx=0
-        )
+        end = self.position + 1
+        keys: tuple[Any, ...] | None = generate_block_hash_extra_keys(
+            self.request, first * block_size, end * block_size, start_mm_idx=0
+        )[0]
         return keys
 
 
