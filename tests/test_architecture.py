@@ -227,7 +227,7 @@ PUBLIC = [
 STARTS = """
 import contextlib, importlib, io, json, pkgutil, sys
 
-HEAVY = {"jax", "jaxlib", "flax", "matplotlib", "rich"}
+HEAVY = {"jax", "jaxlib", "flax", "jinja2", "plotly", "rich"}
 seen = {}
 
 def import_all(name):

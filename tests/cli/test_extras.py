@@ -28,7 +28,7 @@ def lack(monkeypatch):
     [
         (["replay"], ["flax", "rich"], "replay needs flax and rich, which are", "cli,engine"),
         (["replay", "--help"], ["flax"], "replay needs flax, which is", "engine"),
-        (["bench", "--quick"], ["flax", "matplotlib", "rich"], "bench needs rich, which is", "cli"),
+        (["bench", "--quick"], ["flax", "plotly", "rich"], "bench needs rich, which is", "cli"),
         (["simulate", "--trace", "none.jsonl"], ["rich"], "simulate needs rich, which is", "cli"),
         (["tier", "ls", "/none"], ["rich"], "tier needs rich, which is", "cli"),
     ],
@@ -40,20 +40,20 @@ def test_a_command_says_what_is_missing(lack, capsys, argv, lacking, missing, wa
     assert capsys.readouterr() == ("", f"tpu-offload: error: {missing} not installed; {install}\n")
 
 
-def test_a_plot_says_what_is_missing(tmp_path, lack, capsys):
+def test_a_page_says_what_is_missing(tmp_path, lack, capsys):
     flags = ["--trace", str(write_trace(tmp_path / "t.jsonl", [[1, 2], [1, 2]])), "--sizes", "1", "--policies", "lru"]
-    lack("matplotlib", "flax")
-    assert main(["simulate", *flags, "--plot", str(tmp_path / "a.png")]) == 2
+    lack("jinja2", "plotly", "flax")
+    assert main(["simulate", *flags, "--html", str(tmp_path / "a.html")]) == 2
     install = "install with: pip install 'tpu_offload[cli]'"
     assert capsys.readouterr() == (
         "",
-        f"tpu-offload: error: --plot needs matplotlib, which is not installed; {install}\n",
+        f"tpu-offload: error: --html needs plotly and jinja2, which are not installed; {install}\n",
     )
     assert main(["simulate", *flags]) == 0
 
 
 def test_all_commands_are_listed_without_them(lack, capsys):
-    lack("flax", "matplotlib", "rich")
+    lack("flax", "jinja2", "plotly", "rich")
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert main(["-h"]) == 0
@@ -70,7 +70,8 @@ def test_without_click_nothing_starts():
 
 def test_bench_needs_no_engine():
     """In a subprocess, because this process has imported everything already."""
-    code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import run; run()"
+    lacking = "import sys; sys.modules.update(flax=None, jinja2=None, plotly=None)"
+    code = f"{lacking}; from tpu_offload.cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code, "bench", "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--fused-blocks" in done.stdout

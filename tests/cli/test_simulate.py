@@ -230,20 +230,6 @@ def test_hbm_and_storage(tmp_path, trace_path, capsys):
     assert "Prefix hit rate of storage" in out
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_plot(tmp_path, trace_path, suffix, begins):
-    pictures = []
-    for name in ("a", "b"):
-        path = tmp_path / f"{name}.{suffix}"
-        assert simulate(trace_path, "--policies", "lru,belady", "--plot", str(path)) == 0
-        pictures.append(path.read_bytes())
-    assert pictures[0] == pictures[1]
-    assert pictures[0].startswith(begins)
-    if suffix == "svg":
-        assert b"belady (the bound)" in pictures[0]
-        assert (b"lru (default)" in pictures[0]) == (DEFAULT_POLICY == "lru")
-
-
 def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "simulated_policy.py").write_text(example.source())
@@ -288,9 +274,8 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
-    assert "expected a name ending in .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
     assert "there is no directory" in error_of(trace_path, "--json", str(tmp_path / "none" / "a.json"))
-    assert "it is a directory" in error_of(trace_path, "--plot", str(tmp_path))
+    assert "it is a directory" in error_of(trace_path, "--html", str(tmp_path))
     assert "cannot read" in error_of(tmp_path / "none.jsonl")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -298,13 +283,13 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "cannot read" in error_of(loop)
 
 
-@pytest.mark.parametrize("flag", ["--json", "--plot"])
+@pytest.mark.parametrize("flag", ["--json", "--html"])
 def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
-    trace_path = trace_path.rename(tmp_path / "chats.svg")
+    trace_path = trace_path.rename(tmp_path / "chats.html")
     before = trace_path.read_bytes()
-    link = tmp_path / "link.svg"
+    link = tmp_path / "link.html"
     link.symlink_to(trace_path)
-    for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.svg")):
+    for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.html")):
         error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is read
         assert f"{flag} {other} is the same file as the trace {path}; expected another file" in error
     assert trace_path.read_bytes() == before
@@ -312,10 +297,10 @@ def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
 
 
 def test_the_two_outputs_are_two_files(tmp_path, trace_path, error_of):
-    path, link = tmp_path / "r.svg", tmp_path / "link.svg"
+    path, link = tmp_path / "r.html", tmp_path / "link.html"
     link.symlink_to(path)
-    error = error_of(trace_path, "--json", str(path), "--plot", str(link))
-    assert f"--plot {link} is the same file as --json {path}; expected another file" in error
+    error = error_of(trace_path, "--json", str(path), "--html", str(link))
+    assert f"--html {link} is the same file as --json {path}; expected another file" in error
     assert not path.exists()
 
 

@@ -65,7 +65,9 @@ def test_wrong_bytes_are_noticed(tmp_path, monkeypatch, capsys, direct, steps_as
 
     monkeypatch.setattr(faults_lib.FaultyCopier, "load", damaging)
     monkeypatch.setattr(faults_lib, "RATES", {})
-    report = report_of(tmp_path, "3", *SMALL, status=1)
+    # Two rounds at least: aborts make the first one long, and how many copies end in it depends on the machine.
+    report = report_of(tmp_path, "12", *SMALL, status=1)
+    assert report["engines"]["direct saves, direct loads"]["loaded_blocks"] > 0
     assert report["outputs_identical"] is False
     assert "SOAK FAILED: outputs differ in" in capsys.readouterr().out
 

@@ -15,9 +15,11 @@ import click
 import jax
 from rich.table import Column, Table
 
+from tpu_offload.cli.html.bench import bench_page
+from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, number, option
-from tpu_offload.cli.output import output_file, write_json
+from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.report import ReportConsole, build_table
 from tpu_offload.config import CopyPath
 from tpu_offload.errors import InputError
@@ -57,6 +59,7 @@ _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=
 
 @click.command(cls=Command, exclusive=[("block_size", "page_shape")])
 @option("--output", output_file, "FILE", f"write the profile to FILE ({DEFAULT_OUTPUT})", default=DEFAULT_OUTPUT)
+@html_flag()
 @option("--seconds", FiniteFloat(), "S", "approximate duration, including compilation (100; on a CPU 60)")
 @click.option("--quick", is_flag=True, help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
 @option("--paths", MultiValue(click.Choice(_NAMES)), "PATH...", f"copy paths to measure ({' '.join(_NAMES)})")
@@ -94,6 +97,7 @@ def command(
     /,
     *,
     output: Path,
+    html: Path | None,
     seconds: float | None,
     quick: bool,
     paths: tuple[str, ...] | None,
@@ -112,6 +116,8 @@ def command(
     TPU_OFFLOAD_COPY_PROFILE. The TPU_OFFLOAD_* variables do not apply.
     """
     started_s = time.monotonic()
+    check_outputs({}, output=output, html=html)
+    check_html(html)
     check_backend()
     defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
     sizes = tuple(sorted(set(num_blocks or ((1, 8) if quick else (1, 8, 64)))))
@@ -139,7 +145,10 @@ def command(
     if measured.interrupted and output.is_file():  # do not replace a complete profile by a partial one
         output = output.with_name(f"{output.name}.interrupted")
     write_json(output, profile)
-    _print_report(profile, measured, geometry, output)
+    table = _figures_table(measured.figures, measured.failures, geometry)
+    if html is not None:
+        write_file(html, bench_page(profile, table).render())
+    _print_report(profile, measured, geometry, output, table)
     if measured.interrupted:
         sys.stderr.write("tpu-offload: interrupted: the results cover what was measured until then\n")
     return 130 if measured.interrupted else 0
@@ -156,8 +165,13 @@ def _paths(names: Sequence[str] | None, step_s: float) -> tuple[CopyPath, ...]:
     return tuple(p for p in PATHS if (p.value in names if names else step_s or p is not CopyPath.FUSED))
 
 
-def _figures_table(figures: Sequence[Figures], failures: Sequence[Failure], title: str) -> Table:
+def _figures_table(figures: Sequence[Figures], failures: Sequence[Failure], geometry: Geometry) -> Table:
     """The table of figures. Figures that were not measured have no column."""
+    shape = "x".join(map(str, geometry.page_shape))
+    title = (
+        f"blocks of {geometry.block_nbytes / 2**20:.2f} MiB: {geometry.num_layers} layers, pages of "
+        f"{geometry.dtype}[{shape}]"
+    )
     shown = [spec for spec in _COLUMNS if spec[1] not in _MAY_BE_LEFT_OUT or any(getattr(f, spec[1]) for f in figures)]
     columns = [Column(name, justify="right" if name == "blocks" else "left", no_wrap=True) for name in _LABELS]
     for name, _, _ in shown:
@@ -197,18 +211,15 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
 _MAY_BE_LEFT_OUT = ("of_peer", "reported_s", "delay_s")
 
 
-def _print_report(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, output: Path) -> None:
+def _print_report(
+    profile: Mapping[str, Any], measured: Measured, geometry: Geometry, output: Path, table: Table
+) -> None:
     """Prints the device, the table and the settings to use."""
     console = ReportConsole()
     figures, failures = measured.figures, measured.failures
     versions = ", ".join(f"{name} {version}" for name, version in profile["bench"]["versions"].items())
     console.print(f"{geometry.num_devices} x {profile['device_kind']}; {versions}", highlight=False)
-    shape = "x".join(map(str, geometry.page_shape))
-    title = (
-        f"blocks of {geometry.block_nbytes / 2**20:.2f} MiB: {geometry.num_layers} layers, pages of "
-        f"{geometry.dtype}[{shape}]"
-    )
-    console.print(_figures_table(figures, failures, title))
+    console.print(table)
     lines = ["Ratios are of times within a round: median (10th to 90th percentile). limit: one contiguous copy."]
     step = next((one.step_s for one in figures if one.step_s), None)
     if step:

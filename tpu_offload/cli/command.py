@@ -19,9 +19,10 @@ _EXTRAS = {
     "click": "cli",
     "flax": "engine",
     "glide_sync": "valkey",
-    "matplotlib": "cli",
+    "jinja2": "cli",
     "obstore": "object",
     "packaging": "cli",
+    "plotly": "cli",
     "rich": "cli",
 }
 

@@ -7,10 +7,20 @@ from typing import Any
 
 import click
 
+from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
-from tpu_offload.cli.output import check_outputs, output_file, write_json
+from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.errors import InputError
-from tpu_offload.plan import WEIGHTS, PlanOptions, built_in_models, expected_hits, find_machine, find_model, make_plan
+from tpu_offload.plan import (
+    WEIGHTS,
+    PlanOptions,
+    advice,
+    built_in_models,
+    expected_hits,
+    find_machine,
+    find_model,
+    make_plan,
+)
 
 _KV_NBYTES = {"bfloat16": 2, "fp8": 1}
 _DOES_NOT_FIT = 1
@@ -35,6 +45,7 @@ class _Options:
     trace: tuple[tuple[Path, ...], ...]
     trace_block_tokens: int
     json: Path | None
+    html: Path | None
 
     def plan_options(self) -> PlanOptions:
         """The flags, for the planner."""
@@ -86,20 +97,22 @@ class _Options:
 )
 @number("--trace-block-tokens", "tokens per id of the trace (512)", default=512)
 @option("--json", output_file, "FILE", "write the figures as JSON")
+@html_flag()
 @click.pass_obj
 def command(argv: Sequence[str], /, **flags: Any) -> int:
     """What a model needs on a TPU machine, what offloading gains there, and the command that serves it.
 
     Arithmetic, without a device. Status 1 if the model does not fit, with the nearest thing that does.
     """
-    from tpu_offload.cli.plan_report import as_json, print_plan
+    from tpu_offload.cli.plan_report import as_json, plan_tables, print_plan
 
     options = _Options(**flags)
     traces = [path for paths in options.trace for path in paths]
     model = Path(options.model)
     read = {f"the trace {path}": path for path in traces}
     read |= {"the model's config.json": model / "config.json" if model.is_dir() else model}
-    check_outputs(read, json=options.json)
+    check_outputs(read, json=options.json, html=options.html)
+    check_html(options.html)
     if options.block_size is not None and options.block_size & (options.block_size - 1):
         raise InputError(f"--block-size {options.block_size}; expected a power of two, as tpu-inference needs")
     machine = find_machine(options.machine)
@@ -107,8 +120,13 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
     hits = None
     if traces and plan.caches is not None:
         hits = expected_hits(plan, traces, block_tokens=options.trace_block_tokens)
-    report = as_json(plan, hits, decode_save=options.decode_save)
-    print_plan(plan, hits, report)
+    report = {"argv": list(argv), **as_json(plan, hits, decode_save=options.decode_save)}
+    tables = plan_tables(plan, hits)
+    if options.html is not None:
+        from tpu_offload.cli.html.plan import plan_page
+
+        write_file(options.html, plan_page(report, tables, advice(plan)).render())
     if options.json is not None:
-        write_json(options.json, {"argv": list(argv), **report})
+        write_json(options.json, report)
+    print_plan(plan, tables, report)
     return 0 if plan.caches is not None else _DOES_NOT_FIT

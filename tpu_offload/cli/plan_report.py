@@ -61,19 +61,23 @@ def as_json(plan: Plan, hits: Hits | None, *, decode_save: bool) -> dict[str, An
         "hits": None
         if hits is None
         else {"hbm": hits.hbm, "host": hits.host, "host_bound": hits.bound}
+        | {"host_by_tokens": {str(tokens): rate for tokens, rate in hits.host_by_tokens.items()}}
         | {"num_requests": hits.num_requests, "prompt_tokens": hits.prompt_tokens, "saved_flops": hits.saved_flops},
         "command": serve_command(plan, decode_save=decode_save) if caches else None,
         "sources": {"machine": plan.machine.chip.source},
     }
 
 
-def print_plan(plan: Plan, hits: Hits | None, report: dict[str, Any]) -> None:
+def plan_tables(plan: Plan, hits: Hits | None) -> list[Table]:
+    """The tables of a plan."""
+    return [_sizes(plan), _rates(plan), *([_traffic(hits)] if hits is not None else [])]
+
+
+def print_plan(plan: Plan, tables: Sequence[Table], report: dict[str, Any]) -> None:
     """Prints the plan."""
     console = ReportConsole()
-    console.print(_sizes(plan))
-    console.print(_rates(plan))
-    if hits is not None:
-        console.print(_traffic(hits))
+    for table in tables:
+        console.print(table)
     for line in advice(plan):
         console.print(f"- {line}", highlight=False, markup=False)
     if plan.caches is None:

@@ -14,7 +14,10 @@ from typing import Any
 import click
 from rich.table import Table
 
+from tpu_offload.cli.html.flag import check_html, html_flag
+from tpu_offload.cli.html.replay import replay_page, swap_page
 from tpu_offload.cli.options import Command, number
+from tpu_offload.cli.output import check_outputs, write_file
 from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, print_outcome, progress
 from tpu_offload.cli.serving import ENGINE_FLAGS, MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
 from tpu_offload.config import OffloadConfig
@@ -44,6 +47,7 @@ _DEFAULTS = {
 @number("--processes", "processes that share the model, on the CPU (1)", high=_MAX_PROCESSES, default=1)
 @number("--devices", f"--processes: devices of each ({_DEFAULT_NUM_DEVICES})", high=_MAX_PROCESSES)
 @serving_flags(_DEFAULTS)
+@html_flag()
 @click.pass_obj
 def command(
     argv: list[str],
@@ -55,6 +59,7 @@ def command(
     processes: int,
     devices: int | None,
     json: Path | None,
+    html: Path | None,
     **flags: Any,
 ) -> int:
     """Serves a workload twice, without and with offloading, in an HBM too small for it. The TPU_OFFLOAD_* variables
@@ -68,6 +73,8 @@ def command(
         raise InputError(f"--devices {devices} requires --processes of at least 2")
     if restarts and is_preempt:
         raise InputError("--restart with --preempt; expected one of them")
+    check_outputs(_inputs(flags), json=json, html=html)
+    check_html(html)
     offload = OffloadConfig.from_env()
     if restarts and not offload.has_storage:
         raise InputError("--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER, such as file, and its size")
@@ -76,16 +83,21 @@ def command(
         options = serving_options(flags, engine=preempt.ENGINE, model=preempt.MODEL)
         rounds = rounds or preempt.DEFAULT_NUM_ROUNDS
         compared = preempt.build_comparison(options, offload, num_rounds=rounds)
-        return _print_preempt_report(_report(preempt.compare, compared, compared.constrained, json, argv))
+        return _print_preempt_report(_report(preempt.compare, compared, compared.constrained, json, argv), html)
     num_devices = processes * (devices or _DEFAULT_NUM_DEVICES) if processes > 1 else 1
     options = serving_options(flags, engine=_SIZES, model=_model_for(num_devices))
     sized = comparison.size_setup(options, offload)
     compare = restart.serve_and_restart if restarts else comparison.serve_twice
     if processes == 1:
-        return _print_report(sized, _report(compare, sized, sized, json, argv))
+        return _print_report(sized, _report(compare, sized, sized, json, argv), html)
     with setup.start_hosts(sized.model, num_hosts=processes, num_devices=num_devices // processes) as hosts:
         on_hosts = functools.partial(compare, hosts=hosts)
-        return _print_report(sized, _report(on_hosts, sized, sized, json, argv))
+        return _print_report(sized, _report(on_hosts, sized, sized, json, argv), html)
+
+
+def _inputs(flags: Mapping[str, Any]) -> dict[str, Path]:
+    """The files that are read, by what a message calls them."""
+    return {f"the file of --{name}": flags[name] for name in ("prompts", "trace") if flags[name] is not None}
 
 
 def _model_for(num_devices: int) -> ModelConfig:
@@ -103,10 +115,13 @@ def _report(
         return make_report(functools.partial(compare, what, start=start), json, argv)
 
 
-def _print_report(sized: setup.Setup, report: dict[str, Any]) -> int:
-    """Prints the table and the findings; returns the exit status."""
+def _print_report(sized: setup.Setup, report: dict[str, Any], html: Path | None) -> int:
+    """Prints the table and the findings, and writes the page; returns the exit status."""
     console = ReportConsole()
-    console.print(comparison_table(report))
+    table = comparison_table(report)
+    if html is not None:
+        write_file(html, replay_page(report, table).render())
+    console.print(table)
     if not sized.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")
     if report["loaded_share_of_recomputed"] is not None:
@@ -122,11 +137,14 @@ def _print_report(sized: setup.Setup, report: dict[str, Any]) -> int:
     return print_outcome(console, report, same=same)
 
 
-def _print_preempt_report(report: dict[str, Any]) -> int:
-    """Prints the table and the findings; returns the exit status."""
+def _print_preempt_report(report: dict[str, Any], html: Path | None) -> int:
+    """Prints the table and the findings, and writes the page; returns the exit status."""
     console = ReportConsole()
-    console.print(swap_table(report))
-    for note in (*report["notes"], *swap_findings(report)):
+    table, findings = swap_table(report), swap_findings(report)
+    if html is not None:
+        write_file(html, swap_page(report, table, findings).render())
+    console.print(table)
+    for note in (*report["notes"], *findings):
         console.print(note)
     same = (
         f"every token and log-probability of {report['num_compared']} requests in {report['num_runs_compared']} runs "

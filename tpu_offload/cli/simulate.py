@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tpu_offload.cli.command import require
+from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
@@ -40,7 +40,6 @@ _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
 _WRITE_EVENTS = [event.value for event in StorageWriteEvent]
 _ADMISSIONS = [admission.value for admission in StorageAdmission]
-_SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
 
 
@@ -92,7 +91,7 @@ class _Options:
     head_size: int | None
     dtype: str
     json: Path | None
-    plot: Path | None
+    html: Path | None
     jobs: int
 
     @property
@@ -165,7 +164,7 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 @number("--head-size", "model: width of a head")
 @option("--dtype", str, "NAME", "model: type of the KV cache (bfloat16)", default="bfloat16")
 @option("--json", output_file, "FILE", "write the results to FILE")
-@option("--plot", output_file, "FILE", "draw hit rate against size into FILE (.png, .svg or .pdf)")
+@html_flag()
 @number("--jobs", f"processes ({_NUM_CORES})", high=1024, default=_NUM_CORES)
 @click.pass_obj
 def command(argv: list[str], /, **flags: Any) -> int:
@@ -205,23 +204,19 @@ def command(argv: list[str], /, **flags: Any) -> int:
     }
     if options.json is not None:
         write_json(options.json, report)
-    if options.plot is not None:
-        write_file(options.plot, simulate_report.plot(report, options.plot.suffix))
-    simulate_report.print_report(report)
+    tables = simulate_report.result_tables(report)
+    if options.html is not None:
+        from tpu_offload.cli.html.simulate import simulate_page
+
+        write_file(options.html, simulate_page(report, tables).render())
+    simulate_report.print_report(report, tables)
     return 0
 
 
 def _check(options: _Options) -> None:
     """Checks the options that can be checked before reading the traces."""
-    check_outputs({f"the trace {path}": path for path in options.traces}, json=options.json, plot=options.plot)
-    if options.plot is not None:
-        if options.plot.suffix.lower() not in _SUFFIXES:
-            raise InputError(f"cannot plot to {options.plot}; expected a name ending in {', '.join(_SUFFIXES)}")
-        require("--plot", "matplotlib")
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError as e:
-            raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
+    check_outputs({f"the trace {path}": path for path in options.traces}, json=options.json, html=options.html)
+    check_html(options.html)
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
     for name in ("storage_write_on", "storage_admission"):

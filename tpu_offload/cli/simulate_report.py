@@ -1,26 +1,48 @@
-"""Results of a simulation: numbers for the JSON file, tables and a plot."""
+"""Results of a simulation: numbers for the JSON file, and tables."""
 
-import io
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import DEFAULT_POLICY
-from tpu_offload.sim import BOUND, Experiment, HitCounts, Result
+from tpu_offload.sim import BOUND, Experiment, HitCounts, Result, Trace
 
-_BASE = "lru"  # the gap to the bound is measured from this policy
+BASE = "lru"
+"""The gap to the bound is measured from this policy."""
+_NUM_BINS = 40  # of time
 
 type _Row = Mapping[str, Any]
 
 
 def as_json(experiment: Experiment, results: Sequence[Result], *, chunk_nbytes: int | None) -> list[dict[str, Any]]:
     """A record for each case. Rates are shares of all prompt blocks; unknown values are None."""
-    return [_record(experiment, result, chunk_nbytes) for result in results]
+    bins = _bins(experiment.trace)
+    return [
+        _record(experiment, result, chunk_nbytes) | {"hit_rate_over_time": _over_time(experiment.trace, result, bins)}
+        for result in results
+    ]
+
+
+def _bins(trace: Trace) -> list[float]:
+    """The ends of equal parts of the trace's time, in seconds."""
+    first_s, last_s = trace.requests[0].time_s, trace.requests[-1].time_s
+    num = _NUM_BINS if last_s > first_s else 1
+    return np.linspace(first_s, last_s, num + 1).tolist()
+
+
+def _over_time(trace: Trace, result: Result, bins: Sequence[float]) -> list[float | None]:
+    """The prefix hit rate of the host tier in each of `bins`; None where no request has a block."""
+    numbers = np.digitize([request.time_s for request in trace.requests], bins[1:-1])
+    num_blocks = [len(request.blocks) for request in trace.requests]
+    num = len(bins) - 1
+    asked = np.bincount(numbers, weights=num_blocks, minlength=num)
+    hit = np.bincount(numbers, weights=result.outcome.host_hits, minlength=num)
+    return [float(h / a) if a else None for h, a in zip(hit, asked, strict=True)]
 
 
 def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
@@ -80,60 +102,66 @@ def describe(experiment: Experiment, *, num_hbm_blocks: int, chunk_nbytes: int |
         "second_part_s": requests[split].time_s if split < len(requests) else None,
         "num_first_part_requests": split,
         "counts_second_part_only": experiment.only_second,
+        "bins_s": _bins(trace),
         "num_hbm_blocks": num_hbm_blocks,
         "chunk_nbytes": chunk_nbytes,
         "notes": list(trace.notes),
     }
 
 
-def print_report(report: Mapping[str, Any]) -> None:
+def print_report(report: Mapping[str, Any], tables: Sequence[Table]) -> None:
     """Prints the tables."""
     console = ReportConsole()
-    results: Sequence[_Row] = report["results"]
     console.print(
         f"{report['num_requests']} requests, {report['num_blocks']} prompt blocks, {report['num_unique_blocks']} "
         f"unique; second part from {report['second_part_s'] or 0:g} s on. * is the default policy, {BOUND} the bound."
     )
-    where = ", second part only" if report["counts_second_part_only"] else ""
     if report["num_hbm_blocks"]:
+        where = ", second part only" if report["counts_second_part_only"] else ""
         console.print(
-            f"HBM in front: {report['num_hbm_blocks']} blocks, with a hit rate of {results[0]['hbm_hit_rate']:.3f}"
+            f"HBM in front: {report['num_hbm_blocks']} blocks, with a hit rate of "
+            f"{report['results'][0]['hbm_hit_rate']:.3f}"
             f"{where}; saved on {report['save_on']}, after {report['save_after_sightings']} sightings."
         )
-    console.print(_size_table(results, f"Prefix hit rate of the host tier{where}", _cell("prefix_hit_rate", "share")))
-    if {_BASE, BOUND} <= {row["policy"] for row in results}:
-        others = [row for row in results if row["policy"] not in (_BASE, BOUND)]
+    for table in tables:
+        console.print(table)
+
+
+def result_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The tables of a report."""
+    results: Sequence[_Row] = report["results"]
+    where = ", second part only" if report["counts_second_part_only"] else ""
+    tables = [_size_table(results, f"Prefix hit rate of the host tier{where}", _cell("prefix_hit_rate", "share"))]
+    if {BASE, BOUND} <= {row["policy"] for row in results}:
+        others = [row for row in results if row["policy"] not in (BASE, BOUND)]
         if others:
-            console.print(
-                _size_table(others, f"Share of the gap from {_BASE} to the bound{where}", _gap_share(results))
-            )
+            tables.append(_size_table(others, f"Share of the gap from {BASE} to the bound{where}", _gap_cell(results)))
     for part in ("first", "second"):
-        console.print(_size_table(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
+        tables.append(_size_table(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
     played = [row for row in results if row["policy"] != BOUND]
-    if played:
-        _print_traffic(console, played)
+    return [*tables, *_traffic_tables(played)] if played else tables
 
 
-def _print_traffic(console: ReportConsole, played: Sequence[_Row]) -> None:
+def _traffic_tables(played: Sequence[_Row]) -> Iterator[Table]:
     num_tiers = max(len(row["storage"]) for row in played)
     if num_tiers:
         for number in range(num_tiers):
             title = f"Prefix hit rate of {_tier_name(number, num_tiers)}"
-            console.print(_size_table(played, title, _tier_cell(number, "hit_rate", "share")))
-        console.print(_size_table(played, "Prefix hit rate of all tiers", _rate_of_all))
+            yield _size_table(played, title, _tier_cell(number, "hit_rate", "share"))
+        yield _size_table(played, "Prefix hit rate of all tiers", _rate_of_all)
     in_gb = played[0]["saved_nbytes"] is not None
     unit = "GB" if in_gb else "chunks"
     for name in ("saved", "loaded"):
         cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
-        console.print(_size_table(played, f"{name.capitalize()} {unit}", cell))
+        yield _size_table(played, f"{name.capitalize()} {unit}", cell)
     for number in range(num_tiers):
         for name, title in (("written", "Written to"), ("read", "Read from")):
             field, how = (f"{name}_nbytes", "GB") if in_gb else (f"num_{name}_chunks", "narrow")
             title = f"{title} {_tier_name(number, num_tiers)}, {unit}"
-            console.print(_size_table(played, title, _tier_cell(number, field, how)))
-    console.print(_size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
+            yield _size_table(played, title, _tier_cell(number, field, how))
+    yield _size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow"))
     if any(row["num_dropped_chunks"] for row in played):
-        console.print(_size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
+        yield _size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow"))
 
 
 def _tier_name(number: int, num_tiers: int) -> str:
@@ -154,22 +182,30 @@ def _rate_of_all(row: _Row) -> str:
     return format_number(row["prefix_hit_rate"] + row["storage_hit_rate"] if known else None, "share")
 
 
-def _stack(row: _Row) -> str:
+def stack_of(row: _Row) -> str:
     """The sizes of the storage tiers, in chunks; empty without any."""
     return SEPARATOR.join(str(tier["num_chunks"]) for tier in row["storage"])
 
 
-def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
-    rates = {(row["policy"], row["num_chunks"], _stack(row)): row["prefix_hit_rate"] for row in results}
+def gap_share(results: Sequence[_Row], row: _Row) -> float | None:
+    """How far a policy goes from `BASE` (0) to the bound (1) at its size; None without either, or without a gap."""
 
-    def share(row: _Row) -> str:
-        base, bound = rates[_BASE, row["num_chunks"], _stack(row)], rates[BOUND, row["num_chunks"], ""]
-        if bound <= base:
-            return "-"
-        part = (row["prefix_hit_rate"] - base) / (bound - base)
-        return f"{part:.0%}" if part >= -1 else "< -100%"
+    def rate(policy: str, stack: str) -> float | None:
+        found = ((one["policy"], one["num_chunks"], stack_of(one), one["prefix_hit_rate"]) for one in results)
+        return next((r for *case, r in found if case == [policy, row["num_chunks"], stack]), None)
 
-    return share
+    base, bound, own = rate(BASE, stack_of(row)), rate(BOUND, ""), row["prefix_hit_rate"]
+    if base is None or bound is None or own is None or bound <= base:
+        return None
+    return float((own - base) / (bound - base))
+
+
+def _gap_cell(results: Sequence[_Row]) -> Callable[[_Row], str]:
+    def text(row: _Row) -> str:
+        share = gap_share(results, row)
+        return "-" if share is None else f"{share:.0%}" if share >= -1 else "< -100%"
+
+    return text
 
 
 def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
@@ -179,63 +215,10 @@ def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
-    several = len(set(map(_stack, rows)) - {""}) > 1
+    several = len(set(map(stack_of, rows)) - {""}) > 1
     for row in rows:
         label = row["policy"] + (" *" if row["default"] else "")
         if several and row["storage"]:
-            label += f" + {_stack(row)}"
+            label += f" + {stack_of(row)}"
         lines.setdefault(label, [label]).append(cell(row))
     return build_table(title, columns, lines.values(), left_title=True)
-
-
-def plot(report: Mapping[str, Any], suffix: str) -> bytes:
-    """Plots hit rate against size.
-
-    Args:
-      report: as in the JSON file.
-      suffix: suffix of the file name, which selects the format.
-    """
-    # Imported here because it takes half a second and only plots need it.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
-    several = len(set(map(_stack, rows)) - {""}) > 1
-    for policy, stack in dict.fromkeys((row["policy"], _stack(row)) for row in rows):
-        mine = [row for row in rows if (row["policy"], _stack(row)) == (policy, stack)]
-        mine.sort(key=lambda row: float(row["size_share"]))
-        label = f"{policy} + {stack}" if several and stack else policy
-        style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.2}
-        if policy == BOUND:
-            label, style = f"{policy} (the bound)", {"color": "black", "linestyle": "--", "linewidth": 1.2}
-        elif mine[0]["default"]:
-            label, style = f"{label} (default)", {"marker": "o", "markersize": 4.5, "linewidth": 2.8}
-        axes.plot(
-            [100 * row["size_share"] for row in mine], [row["prefix_hit_rate"] for row in mine], label=label, **style
-        )
-    axes.set_xscale("log")
-    axes.set_xticks(sorted({100 * row["size_share"] for row in rows}))
-    axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    axes.set_xlabel("host tier, share of the unique blocks")
-    axes.set_ylabel("prefix hit rate of the host tier")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(_title(report), fontsize=10)
-    content = io.BytesIO()
-    # Equal results give equal files.
-    metadata = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix.lower()]
-    with rc_context({"svg.hashsalt": "tpu_offload"}):
-        figure.savefig(content, format=suffix[1:].lower(), dpi=150, metadata=metadata)
-    return content.getvalue()
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    names = ", ".join(Path(path).name for path in report["traces"])
-    title = f"{names}: {report['num_requests']} requests, {report['num_unique_blocks']} unique blocks"
-    if report["num_hbm_blocks"]:
-        title += f"\nHBM of {report['num_hbm_blocks']} blocks in front, saved on {report['save_on']}"
-    return title + ("\nsecond part only" if report["counts_second_part_only"] else "")

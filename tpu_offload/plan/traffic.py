@@ -10,6 +10,7 @@ from tpu_offload.plan.planner import Plan
 from tpu_offload.sim import Case, Experiment, TierSetup, read_traces, run_all, simulate_hbm
 
 _POLICY = "density"  # the default of TPU_OFFLOAD_EVICTION_POLICY
+_OTHER_SIZES = (0.0625, 0.125, 0.25, 0.5, 2.0)  # of the planned one
 
 
 @final
@@ -23,6 +24,7 @@ class Hits:
       hbm: found in HBM's prefix cache.
       host: found in the host tier.
       bound: what an unlimited host tier would have found there.
+      host_by_tokens: `host` for host tiers of other sizes, by the tokens that they hold; the planned size included.
       saved_flops: part of the prefill's FLOPs that the host tier saves.
     """
 
@@ -31,6 +33,7 @@ class Hits:
     hbm: float
     host: float
     bound: float
+    host_by_tokens: dict[int, float]
     saved_flops: float
 
 
@@ -50,22 +53,27 @@ def expected_hits(plan: Plan, traces: Sequence[Path], *, block_tokens: int) -> H
     unique = trace.num_unique_blocks
     hbm = simulate_hbm(trace, max(1, min(unique, plan.hbm_kv_tokens // block_tokens)))
     experiment = Experiment(trace=trace, split=0, only_second=False, hbm_result=hbm)
-    sizes = [max(1, min(unique, plan.host_tokens // block_tokens)), unique]
+    num = trace.num_blocks
+    planned = max(1, plan.host_tokens // block_tokens)
+    # Distinct, so that a tier that holds the whole trace is simulated once.
+    sizes = dict.fromkeys(
+        max(1, min(unique, size)) for size in (planned, *(int(share * planned) for share in _OTHER_SIZES), unique)
+    )
     cases = [Case(_POLICY, size / unique, TierSetup(num_chunks=size)) for size in sizes]
     results = dict(run_all(experiment, cases, num_jobs=1))
-    host, bound = (sum(results[i].outcome.host_hits) for i in range(2))
+    rates = {size: sum(results[i].outcome.host_hits) / num for i, size in enumerate(sizes)}
     saved = whole = 0.0
     for request, in_hbm, in_host in zip(trace.requests, hbm.hits, results[0].outcome.host_hits, strict=True):
         end = len(request.blocks) * block_tokens
         first, loaded = in_hbm * block_tokens, (in_hbm + in_host) * block_tokens
         whole += plan.model.prefill_flops(0, end) if end else 0.0
         saved += plan.model.prefill_flops(first, loaded) if loaded > first else 0.0
-    num = trace.num_blocks
     return Hits(
         num_requests=len(trace.requests),
         prompt_tokens=num * block_tokens,
         hbm=sum(hbm.hits) / num,
-        host=host / num,
-        bound=bound / num,
+        host=rates[min(unique, planned)],
+        bound=rates[unique],
+        host_by_tokens={size * block_tokens: rate for size, rate in sorted(rates.items())},
         saved_flops=saved / whole,
     )

@@ -28,6 +28,7 @@ from tpu_offload.replay.setup import (
     host_sizes,
     serve_once,
 )
+from tpu_offload.replay.timeline import request_columns
 from tpu_offload.types import BlockHash
 
 _logger = logging.getLogger(__name__)
@@ -246,6 +247,8 @@ def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
     return numbers | {
         "ttft_p99_s": percentile(run.ttfts_s, 99),
         "total_tokens_per_s": num_tokens / run.wall_s if run.wall_s else None,
+        "requests": request_columns(run.records, start_s=run.start_s),
+        "timeline": dict(run.timeline),
     }
 
 

@@ -34,6 +34,7 @@ from tpu_offload.replay.setup import (
     describe,
     serve_once,
 )
+from tpu_offload.replay.timeline import request_columns
 
 _logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ def compare(
 ) -> dict[str, Any]:
     """Serves all rounds; returns the report. `start` and `stop` are those of `serve_twice`."""
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in comparison.sides}
+    details: dict[str, list[dict[str, Any]]] = {side.name: [] for side in comparison.sides}
     differences: list[dict[str, Any]] = []
     num_compared = num_runs_compared = 0
 
@@ -149,6 +151,8 @@ def compare(
             name = f"{side.name}, round {i + 1}"
             run, stats = serve(side, name)
             runs[side.name].append(side_numbers(run, stats, round_number=i + 1))
+            requests = request_columns(run.records, start_s=run.start_s)
+            details[side.name].append({"round": i + 1, "requests": requests, "timeline": dict(run.timeline)})
             found, num = find_differences(reference.records, run.records, names=("reference", name))
             differences += [{"run": side.name, "round": i + 1} | difference.as_dict() for difference in found]
             num_compared += num
@@ -164,6 +168,7 @@ def compare(
         "num_runs_compared": num_runs_compared,
         "recompute": recompute,
         "swap": swap,
+        "details": {name: details[name] for name in ("recompute", "swap")},
         "swap_to_recompute": ratios(recompute, swap),
         "control": {
             "num_blocks": comparison.control.engine.num_blocks,

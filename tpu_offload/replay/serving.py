@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tpu_offload.engine import FinishReason, Request, RequestOutput, RequestStats, SamplingParams
@@ -40,11 +40,15 @@ class ServedRun:
       records: finished requests, in order of completion.
       wall_s: seconds from the first request to the last token.
       complete: False if it was stopped before the end.
+      start_s: when the first request was added, by the clock of `RequestStats`.
+      timeline: the engine's counters over the run, see `Timeline.columns`; empty if they were not sampled.
     """
 
     records: tuple[Record, ...]
     wall_s: float
     complete: bool
+    start_s: float = 0.0
+    timeline: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     @property
     def ttfts_s(self) -> list[float]:
@@ -85,6 +89,7 @@ def serve(
     sampling: Callable[[str, int], SamplingParams],
     on_finish: Callable[[], None],
     stop: Callable[[], bool],
+    on_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ServedRun:
     """Serves every turn of every conversation, in a closed loop.
@@ -99,6 +104,7 @@ def serve(
       sampling: returns the sampling parameters for a request id and a number of tokens.
       on_finish: called after each request.
       stop: called before each step; True ends the run with the requests finished so far.
+      on_step: called after each step.
       clock: monotonic seconds.
     Raises:
       InputError: the engine can never serve a request.
@@ -126,4 +132,5 @@ def serve(
             if not session.done:
                 waiting.append(session)
             on_finish()
-    return ServedRun(tuple(records), clock() - start_s, complete=not (waiting or active))
+        on_step()
+    return ServedRun(tuple(records), clock() - start_s, complete=not (waiting or active), start_s=start_s)

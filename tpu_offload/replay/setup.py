@@ -25,6 +25,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.replay.serving import ServedRun, serve
+from tpu_offload.replay.timeline import Timeline
 from tpu_offload.replay.workloads import (
     NUM_TOKENS,
     Workload,
@@ -357,6 +358,7 @@ def serve_once(
     with contextlib.closing(engine):
         engine.warm_up()
         engine.wait_for_host_memory()
+        timeline = Timeline(engine)
         run = serve(
             engine,
             setup.workload,
@@ -364,6 +366,8 @@ def serve_once(
             sampling=setup.sampling,
             on_finish=on_finish,
             stop=stop,
+            on_step=timeline.sample,
         )
+        run = dataclasses.replace(run, timeline=timeline.columns())
         on_end(engine)
         return run, engine.offload_stats()
