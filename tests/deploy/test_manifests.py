@@ -266,6 +266,17 @@ def test_the_route_leads_to_the_servers():
     assert rule["timeouts"]["request"] == f"{seconds}s"
 
 
+def test_only_the_router_reads_the_events():
+    policy = the(APPLIED["router"], "NetworkPolicy")["spec"]
+    template = selected(APPLIED["server"], policy["podSelector"]["matchLabels"])
+    ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    everyone, picker = policy["ingress"]
+    assert everyone == {"ports": [{"port": "http"}]}
+    (source,) = picker["from"]
+    assert selected(APPLIED["router"], source["podSelector"]["matchLabels"])
+    assert {one["port"] for rule in policy["ingress"] for one in rule["ports"]} == ports == {"http", "kv-events"}
+
+
 def test_the_router_hears_and_understands_the_servers():
     config, given, args = picker_config(APPLIED["router"]), flags(server()), server()["args"]
     plugins = {plugin.get("name", plugin["type"]): plugin.get("parameters", {}) for plugin in config["plugins"]}
