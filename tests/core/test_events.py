@@ -58,8 +58,7 @@ def test_who_describes_chunks_knows_until_when_to_keep_the_requests() -> None:
         engine.step({name: 12})
     in_flight = [job.job_id for job in engine.scheduler._jobs]
     assert len(in_flight) == 2
-    assert engine.scheduler.job_ids == range(in_flight[0], in_flight[1] + 1)
-    assert not engine.scheduler.has_events
+    assert (engine.scheduler.job_ids, engine.scheduler.has_events) == (range(in_flight[0], in_flight[1] + 1), False)
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert engine.scheduler.has_events
     assert not engine.scheduler.job_ids
