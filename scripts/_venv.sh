@@ -54,7 +54,7 @@ _level() {
 }
 
 _extras() {
-  case $1 in base) ;; commands) echo '[cli,engine]' ;; *) echo "[$1]" ;; esac
+  case $1 in base) ;; commands) echo '[cli,engine,html]' ;; *) echo "[$1]" ;; esac
 }
 
 # Fails without a working interpreter in .venv.

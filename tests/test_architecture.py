@@ -63,7 +63,8 @@ def imported(tree):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute here"
             if node.module == "tpu_offload":  # a module of it, or a name of the public interface
-                yield from (f"tpu_offload.{a.name}" if a.name in ALLOWED else "tpu_offload" for a in node.names)
+                names = [alias.name for alias in node.names if alias.name != "__version__"]
+                yield from (f"tpu_offload.{name}" if name in ALLOWED else "tpu_offload" for name in names)
             else:
                 yield node.module
 
@@ -124,13 +125,14 @@ def test_init_files_re_export_and_nothing_else(path):
 
 
 def test_the_package_loads_its_names_lazily():
-    """It lists them three times, for type checkers, for the loader and in `__all__`, and nothing else."""
-    docstring, typing_import, choice, table, exported = MODULES["__init__.py"].body
+    """It lists them three times, for type checkers, for the loader and in `__all__`, and has the version."""
+    docstring, typing_import, version, choice, table, exported = MODULES["__init__.py"].body
     assert isinstance(docstring.value.value, str)
     assert ast.unparse(typing_import) == "from typing import TYPE_CHECKING"
     assert ast.unparse(choice.test) == "TYPE_CHECKING"
     imported = {alias.name: node.module for node in choice.body for alias in node.names}
     assert [node.name for node in choice.orelse] == ["__getattr__", "__dir__"]
+    assert version.targets[0].id == "__version__"
     assert (table.targets[0].id, exported.targets[0].id) == ("_MODULES", "__all__")
     assert imported == ast.literal_eval(table.value)
     assert sorted(imported) == sorted(ast.literal_eval(exported.value))
@@ -306,6 +308,8 @@ PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by vLLM's environm
 EXTRAS = {  # by part or file, the first one of its own; the others need none
     "engine": ("engine",),
     "cli": ("cli", "engine"),
+    "cli/html/charts.py": ("html",),
+    "cli/html/page.py": ("html", "cli"),
     "doctor": ("cli",),
     "monitoring/files.py": ("monitoring",),
     "storage/object.py": ("object",),
@@ -332,9 +336,12 @@ def test_imports_are_required(path):
 
 
 def test_no_more_is_required_than_imported():
-    used: dict[str, set[str]] = {extra: set() for extra in ("", "engine", "cli", "monitoring", "object", "valkey")}
+    used: dict[str, set[str]] = {
+        extra: set() for extra in ("", "engine", "cli", "html", "monitoring", "object", "valkey")
+    }
     for path, tree in MODULES.items():
-        used[next(iter(extras_of(path)), "")] |= needed(path, tree)
+        own, *others = extras_of(path) or ("",)
+        used[own] |= needed(path, tree).difference(*(REQUIRED[extra] for extra in others))
     always = used.pop("") | {"jaxlib"}  # imported by jax; we set its lower bound
     assert REQUIRED[""] == always
     for extra, names in used.items():

@@ -6,6 +6,8 @@ does not import jax. Each name appears three times: for type checkers, for the l
 
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0.dev0"  # the only place; setup.cfg reads it
+
 if TYPE_CHECKING:
     from tpu_offload.config import CopyPath, EvictionPolicyName, OffloadConfig, SaveEvent, SwapMode
     from tpu_offload.core.engine_api import (

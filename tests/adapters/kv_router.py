@@ -25,6 +25,7 @@ class KVRouter:
         self.groups: dict[int | None, tuple[str | None, int | None]] = {}
         self.num_removed = 0
         self._hashes: dict[tuple[Any, tuple[int, ...]], Any] = {}  # of a block's parent and its tokens
+        self._told: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # the inverse
         self._block_size = self._chunk_tokens = 0
 
     def take_json(self, events: Sequence[str], *, cleared: bool) -> None:
@@ -45,6 +46,7 @@ class KVRouter:
                 assert known.isdisjoint(event.block_hashes), f"group {event.group_idx}: stored twice"
                 known.update(event.block_hashes)
                 self._chunk_tokens = event.block_size
+                self._check(event)
             else:
                 self._learn(event)
         elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
@@ -53,13 +55,29 @@ class KVRouter:
             known.difference_update(event.block_hashes)
             self.num_removed += len(event.block_hashes)
 
+    def _check(self, event: BlockStored) -> None:
+        """What the host tier says of a chunk is what HBM has said of its blocks, as far as it has."""
+        before, size = event.parent_block_hash, event.block_size
+        assert len(event.token_ids) == size * len(event.block_hashes), "a chunk without its tokens"
+        for i, block_hash in enumerate(event.block_hashes):
+            found = block_hash
+            for end in range((i + 1) * size, i * size, -(self._block_size or size)):
+                if found not in self._told:
+                    break
+                found, tokens = self._told[found]
+                assert tuple(event.token_ids[end - len(tokens) : end]) == tokens, "HBM has other tokens"
+            else:
+                assert found == before, "HBM has another parent"
+            before = block_hash
+
     def _learn(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind != _FULL:
             return
         parent, self._block_size = event.parent_block_hash, event.block_size
         for i, block_hash in enumerate(event.block_hashes):
-            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-            self._hashes[parent, tuple(tokens)] = parent = block_hash
+            tokens = tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
+            self._told[block_hash] = parent, tokens
+            self._hashes[parent, tokens] = parent = block_hash
 
     def hashes_of(self, tokens: Sequence[int]) -> list[Any]:
         """Hashes of the leading blocks of a prompt, as far as some engine has had them in HBM."""

@@ -15,6 +15,8 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
+from tests.adapters.llmd_index import LlmdIndex
+
 _LIMIT_S = 60.0
 
 
@@ -28,6 +30,8 @@ class KVTree:
     Attributes:
       host: hashes of the blocks in the host tier: those stored and not removed.
       num_removed: blocks removed from the host tier.
+      llmd: what llm-d's router would know.
+      llmd_host: what it would know of the host tier from the events for the host tier alone.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -42,6 +46,7 @@ class KVTree:
         self._next: int | None = None
         self.host: set[object] = set()
         self.num_removed = 0
+        self.llmd, self.llmd_host = LlmdIndex(block_size), LlmdIndex(block_size, tiers=["cpu"])
 
     def close(self) -> None:
         """Closes the socket."""
@@ -79,6 +84,8 @@ class KVTree:
             found = int.from_bytes(number, "big")
             assert self._next in (None, found), f"batches from {self._next} on were lost, got {found}"
             self._next = found + 1
+            self.llmd.take(payload)
+            self.llmd_host.take(payload)
             for event in self._decode(payload).events:
                 self._take(event)
 
@@ -88,12 +95,19 @@ class KVTree:
         elif isinstance(event, BlockStored) and event.medium == MEDIUM_CPU:
             assert self.host.isdisjoint(event.block_hashes), "stored twice"
             self.host.update(event.block_hashes)
+            self._learn(event)
         elif isinstance(event, BlockStored):
-            parent = event.parent_block_hash
-            for i, block_hash in enumerate(event.block_hashes):
-                tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-                self._hashes[parent, tuple(tokens)] = parent = block_hash
+            self._learn(event)
         elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
             assert self.host.issuperset(event.block_hashes), "removed without having been stored"
             self.host.difference_update(event.block_hashes)
             self.num_removed += len(event.block_hashes)
+
+    def _learn(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        for i, block_hash in enumerate(event.block_hashes):
+            tokens = tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
+            assert len(tokens) == self._block_size
+            known = self._hashes.setdefault((parent, tokens), block_hash)
+            assert known == block_hash, "the tokens and the parent of a block in HBM and of one in the host tier differ"
+            parent = block_hash

@@ -251,6 +251,8 @@ class Stack:
         assert not self.side._promised
         assert not self.side._background_loads
         assert not self.side._background_first_hash
+        list(self.side.take_events())
+        assert not self.side._event_sources, "blocks of requests that have ended"
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0

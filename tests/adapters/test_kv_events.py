@@ -2,6 +2,7 @@
 
 import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tests.adapters.hashed_model import BLOCK_SIZE
@@ -11,6 +12,7 @@ from tests.adapters.scheduler_stack import Stack, hold_saves, prompt
 from tests.adapters.test_checkpoints import EMPTY_HBM, PROMPTS
 from tests.adapters.test_hybrid_models import BLOCK, MANY_BLOCKS, WINDOW, answers, num_cached
 from tpu_offload import TierEvent, TierEventKind
+from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, event_groups, to_kv_events
 from tpu_offload.types import BlockHash
 
@@ -81,9 +83,119 @@ def test_events_have_the_numbers_of_vllm():
     states = (EventGroup(0, "mamba", None), EventGroup(1, "mamba", None))
     assert groups == ((EventGroup(2, "full_attention", None),), states)
     removed = TierEvent(kind=TierEventKind.REMOVED, block_hashes=(BlockHash(b"x" * 32),), group_id=1)
-    found = list(to_kv_events([removed], groups, block_size=BLOCK_SIZE))
+    found = list(to_kv_events([removed], groups, sources=BlockSources(), block_size=BLOCK_SIZE, blocks_per_chunk=1))
     assert all(isinstance(event, BlockRemoved) for event in found)
     assert [event.group_idx for event in found] == [0, 1]
+
+
+def stored_blocks(batches, medium):
+    """Per hash, what the events of this medium say of the block: parent, tokens, adapter and extra keys."""
+    found = {}
+    for event in (one for batch in batches for one in batch.events):
+        if isinstance(event, BlockStored) and event.medium == medium:
+            size, parent = event.block_size, event.parent_block_hash
+            for i, block_hash in enumerate(event.block_hashes):
+                extra = event.extra_keys[i] if event.extra_keys else None
+                tokens = event.token_ids[i * size : (i + 1) * size]
+                found[block_hash] = parent, tokens, event.lora_id, event.lora_name, extra
+                parent = block_hash
+    return found
+
+
+def recording(**kwargs):
+    stack = Stack(num_blocks=24, events=True, num_staging_blocks=16, num_cpu_chunks=40, **kwargs)
+    batches: list[KVEventBatch] = []
+    stack.scheduler.kv_event_publisher.publish = batches.append
+    stack.serve("first", prompt(4))  # so that the host tier is there
+    return stack, batches
+
+
+def with_adapter(stack, name, tokens):
+    request = stack.add(name, tokens)
+    request.lora_request = LoRARequest("tiny", 7, "somewhere")
+    request.block_hashes.clear()  # it was hashed when it was created
+    request.update_block_hashes()
+    stack.drain()
+
+
+def test_blocks_are_described_as_in_hbm():
+    """Tokens, parents, adapters and salts: what a router hashes itself."""
+    stack, batches = recording()
+    stack.serve("a", prompt(3 * BLOCK_SIZE + 2))
+    stack.serve("b", [*prompt(2 * BLOCK_SIZE), *prompt(2 * BLOCK_SIZE, seed=5)])  # shares the first two blocks
+    stack.serve("c", prompt(2 * BLOCK_SIZE), salt="tenant")
+    with_adapter(stack, "d", prompt(3 * BLOCK_SIZE))
+    in_host, in_hbm = stored_blocks(batches, MEDIUM_CPU), stored_blocks(batches, "GPU")
+    assert len(in_host) == 3 + 2 + 2 + 3
+    assert in_host == {block_hash: in_hbm[block_hash] for block_hash in in_host}
+    assert {(lora_id, lora_name) for _, _, lora_id, lora_name, _ in in_host.values()} == {(None, None), (7, "tiny")}
+    assert {extra for *_, extra in in_host.values()} == {None, ("tenant",), ("tiny",)}
+    assert sum(parent is None for parent, *_ in in_host.values()) == 3
+    stack.check_end()
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_save_may_end_after_its_request(aborts):
+    stack, batches = recording()
+    release = hold_saves(stack)
+    request = stack.add("a", prompt(3 * BLOCK_SIZE), max_tokens=2)
+    for _ in range(8):
+        stack.step()
+        if aborts and stack.offload.has_jobs:
+            stack.abort("a")
+            break
+    assert request.is_finished()
+    assert not stored_blocks(batches, MEDIUM_CPU)
+    assert len(stack.side._event_sources) == 3
+    release.clear()
+    stack.drain()
+    assert stored_blocks(batches, MEDIUM_CPU) == stored_blocks(batches, "GPU")
+    assert not stack.side._event_sources
+    stack.check_end()
+
+
+def test_chunks_of_several_blocks_have_the_tokens_of_all():
+    stack, batches = recording(blocks_per_chunk=2)
+    request = stack.serve("a", prompt(5 * BLOCK_SIZE))
+    (event,) = [
+        event
+        for batch in batches
+        for event in batch.events
+        if isinstance(event, BlockStored) and event.medium == MEDIUM_CPU
+    ]
+    hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes]
+    assert (event.block_hashes, event.parent_block_hash) == ([hashes[1], hashes[3]], None)
+    assert (event.block_size, event.token_ids) == (2 * BLOCK_SIZE, prompt(4 * BLOCK_SIZE))
+    stack.check_end()
+
+
+def test_a_chunk_of_unknown_origin_has_no_tokens():
+    """A router then knows it only by an earlier event for HBM."""
+    stored = TierEvent(kind=TierEventKind.STORED, block_hashes=(BlockHash(b"x" * 32), BlockHash(b"y" * 32)))
+    groups = [[EventGroup(0, "full_attention", None)]]
+    found = list(to_kv_events([stored], groups, sources=BlockSources(), block_size=BLOCK_SIZE, blocks_per_chunk=1))
+    assert [event.token_ids for event in found] == [[], []]
+    assert [event.parent_block_hash for event in found] == [None, None]
+    assert [len(event.block_hashes) for event in found] == [1, 1]
+
+
+def test_a_session_that_goes_on_with_other_tokens():
+    stack, _ = recording()
+    sources, request = BlockSources(), stack.add("a", prompt(3 * BLOCK_SIZE))
+    first = list(request.block_hashes)
+    sources.track(request)
+    request._all_token_ids[2 * BLOCK_SIZE] += 1
+    del request.block_hashes[2:]
+    request.update_block_hashes()
+    assert sources.get(first[2]) is None
+    sources.track(request)
+    assert len(sources) == 3
+    assert sources.get(request.block_hashes[2]).token_ids(1, BLOCK_SIZE)[0] == prompt(2 * BLOCK_SIZE + 1)[-1] + 1
+    sources.finish("a", next_job_id=5)
+    sources.forget(oldest_job_id=4)
+    assert len(sources) == 3
+    sources.forget(oldest_job_id=5)
+    assert len(sources) == 0
 
 
 def test_one_group_is_number_0_as_in_vllms_own_events():

@@ -214,6 +214,10 @@ def test_events_match_what_lookups_find(served):
         served.empty_hbm()
         found.append(served.ask(tokens, answer=1, **limits(max_save_tokens=0)).cached_tokens)
     assert found == expected
+    for index in (tree.llmd, tree.llmd_host):
+        for tokens, num_cached in zip(whole, expected, strict=True):
+            assert min(index.num_tokens(tokens, "cpu"), (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE) == num_cached
+        assert index.num_without_tokens == 0
 
 
 def test_prometheus_has_data_for_the_dashboard(served, tmp_path):

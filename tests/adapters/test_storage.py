@@ -2,8 +2,11 @@
 
 import threading
 
+import msgspec
 import pytest
 
+from tests.adapters.hashed_model import BLOCK_SIZE
+from tests.adapters.llmd_index import LlmdIndex
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
 from tests.storage.memory_tier import SHARED, SharedTier
 
@@ -29,6 +32,23 @@ def test_the_first_request_after_a_restart_is_loaded_from_storage(tmp_path):
     assert stats.promoted_chunks > 0
     assert stats.matched_tokens >= 32
     assert request.request_id == "b"
+    stack.check_end()
+    stack.close()
+
+
+def test_a_router_places_what_storage_has_brought_back(tmp_path):
+    """No block of it has been in this engine's HBM before."""
+    stack, tokens = make(tmp_path), prompt(40, seed=20)
+    stack.serve("a", tokens)
+    stack.close()
+    stack, index = make(tmp_path, events=True), LlmdIndex(BLOCK_SIZE, tiers=["cpu"])
+    publisher = stack.scheduler.kv_event_publisher
+    publisher.publish = lambda batch: index.take(msgspec.msgpack.encode(batch))
+    stack.serve("b", [*tokens, *prompt(20, seed=3)], max_tokens=1)
+    assert stack.offload.stats().promoted_chunks > 0
+    stack.serve("c", prompt(20))  # so that all events are published
+    assert index.num_tokens(tokens, "cpu") >= 32
+    assert (index.num_without_tokens, index.num_ignored) == (0, 0)
     stack.check_end()
     stack.close()
 

@@ -44,7 +44,7 @@ def test_a_page_says_what_is_missing(tmp_path, lack, capsys):
     flags = ["--trace", str(write_trace(tmp_path / "t.jsonl", [[1, 2], [1, 2]])), "--sizes", "1", "--policies", "lru"]
     lack("jinja2", "plotly", "flax")
     assert main(["simulate", *flags, "--html", str(tmp_path / "a.html")]) == 2
-    install = "install with: pip install 'tpu_offload[cli]'"
+    install = "install with: pip install 'tpu_offload[html]'"
     assert capsys.readouterr() == (
         "",
         f"tpu-offload: error: --html needs plotly and jinja2, which are not installed; {install}\n",
@@ -80,7 +80,7 @@ def test_bench_needs_no_engine():
 def test_the_extras_are_those_of_the_package():
     setup = configparser.ConfigParser()
     setup.read(SETUP)
-    for extra in ("cli", "engine"):
+    for extra in ("cli", "engine", "html"):
         lines = setup["options.extras_require"][extra].split()
         known = [package for package, its_extra in command._EXTRAS.items() if its_extra == extra]
         assert [line.partition(">=")[0] for line in lines] == known

@@ -49,6 +49,23 @@ def test_without_record_events_there_are_no_events(asked_for) -> None:
     assert bool(engine.scheduler.take_events()) == asked_for
 
 
+def test_who_describes_chunks_knows_until_when_to_keep_the_requests() -> None:
+    """The chunks of a job in flight may still become events, and events may be left."""
+    engine = FakeEngine(record_events=True)
+    assert not engine.scheduler.job_ids
+    for name, start in (("a", 0), ("b", 50)):
+        engine.add(name, tokens(12, start=start))
+        engine.step({name: 12})
+    in_flight = [job.job_id for job in engine.scheduler._jobs]
+    assert len(in_flight) == 2
+    assert (engine.scheduler.job_ids, engine.scheduler.has_events) == (range(in_flight[0], in_flight[1] + 1), False)
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert engine.scheduler.has_events
+    assert not engine.scheduler.job_ids
+    assert len(engine.scheduler.take_events()[0].block_hashes) == 6
+    assert not engine.scheduler.has_events
+
+
 # Several layer groups. Blocks have 4 tokens, and a chunk is a block.
 
 

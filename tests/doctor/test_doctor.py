@@ -4,6 +4,7 @@ import configparser
 import dataclasses
 import json
 import re
+import resource
 import threading
 from pathlib import Path
 
@@ -413,3 +414,13 @@ def test_an_interrupted_check_leaves_nothing(tmp_path):
     release.set()
     assert "no answer within 0.2 s" in finding.text
     assert list(tmp_path.rglob("*")) == [tmp_path / "kv"]
+
+
+@pytest.mark.parametrize(("capabilities", "unlimited"), [("000001fffeffffff", True), ("00000000a80425fb", False)])
+def test_with_ipc_lock_there_is_no_limit_of_locked_memory(tmp_path, monkeypatch, capabilities, unlimited):
+    """The second is what a container gets by default."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    assert Host.read(procfs=tmp_path).memlock_nbytes == (None if unlimited else 8 << 20)
+    assert Host.read(procfs=tmp_path / "nowhere").memlock_nbytes == 8 << 20

@@ -19,10 +19,10 @@ _EXTRAS = {
     "click": "cli",
     "flax": "engine",
     "glide_sync": "valkey",
-    "jinja2": "cli",
+    "jinja2": "html",
     "obstore": "object",
     "packaging": "cli",
-    "plotly": "cli",
+    "plotly": "html",
     "rich": "cli",
 }
 

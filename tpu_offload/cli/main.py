@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import click
 
+from tpu_offload import __version__
 from tpu_offload.cli.command import end_process, require, run_command
 from tpu_offload.cli.interrupts import interrupt_once
 
@@ -32,6 +33,7 @@ class _Commands(click.Group):
 
     def __init__(self, on_import: Callable[[], None]) -> None:
         super().__init__(help="KV cache offloading for TPUs.", no_args_is_help=False)
+        click.version_option(__version__, prog_name=_PROG, message="%(prog)s %(version)s")(self)
         self._on_import = on_import
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -456,6 +456,16 @@ class OffloadScheduler:
         """Whether a load from the host tier is planned or in flight; a load that timed out counts while it may run."""
         return bool(self._jobs.of(JobKind.LOAD) or self._jobs.late(JobKind.LOAD))
 
+    @property
+    def job_ids(self) -> range:
+        """The ids of jobs in flight are in this range, which ends at the next job's; ids rise."""
+        return range(next((job.job_id for job in self._jobs), self._jobs.next_job_id), self._jobs.next_job_id)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` has any left."""
+        return self._context.index.has_changes
+
     def take_events(self) -> list[TierEvent]:
         """Changes of the host tier since the last call, in order; empty without `record_events`.
 

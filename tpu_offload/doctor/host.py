@@ -12,6 +12,7 @@ from tpu_offload.doctor.findings import Findings, error, ok, warning
 from tpu_offload.memory import available_nbytes
 
 _GB = 2**30
+_CAP_IPC_LOCK = 14  # see capabilities(7)
 _MEMORY, _MEMLOCK, _PAGES, _NUMA = "host memory", "locked memory", "huge pages", "NUMA"
 
 
@@ -35,9 +36,10 @@ class Host:
     num_nodes: int
 
     @classmethod
-    def read(cls, *, sysfs: Path = Path("/sys")) -> Self:
+    def read(cls, *, sysfs: Path = Path("/sys"), procfs: Path = Path("/proc")) -> Self:
         """Reads this machine's."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        is_unlimited = soft == resource.RLIM_INFINITY or _may_exceed_memlock(procfs / "self" / "status")
         try:
             text = (sysfs / "kernel/mm/transparent_hugepage/enabled").read_text()
         except OSError:
@@ -46,10 +48,20 @@ class Host:
         return cls(
             total_nbytes=psutil.virtual_memory().total,
             available_nbytes=available_nbytes(),
-            memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
+            memlock_nbytes=None if is_unlimited else soft,
             huge_pages=text.partition("[")[2].partition("]")[0],
             num_nodes=max(1, len(nodes)),
         )
+
+
+def _may_exceed_memlock(status: Path) -> bool:
+    """Whether the process has the capability IPC_LOCK, with which `ulimit -l` does not hold."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
 
 
 def has_tpu() -> bool:
@@ -78,7 +90,7 @@ def check_host(host: Host, config: OffloadConfig | None, *, on_tpu: bool, beside
             _MEMLOCK,
             f"the process may lock {host.memlock_nbytes / _GB:.3g} GB and the host tier has {wanted / _GB:.1f}; pinned "
             "memory may fail to be allocated",
-            "run with `ulimit -l unlimited`, in a container with `--ulimit memlock=-1`",
+            "run with `ulimit -l unlimited`, in a container with `--ulimit memlock=-1` or the capability IPC_LOCK",
         )
     else:
         yield ok(_MEMLOCK, f"{host.memlock_nbytes / _GB:.3g} GB, which only matters on a TPU")

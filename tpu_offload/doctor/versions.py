@@ -3,14 +3,16 @@
 import dataclasses
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Mapping
 from typing import final
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from tpu_offload import __version__
 from tpu_offload.config import OffloadConfig
-from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
+from tpu_offload.doctor.findings import Finding, Findings, Level, error, ok, warning
 
 _CHECK, _FAULTS = "versions", "known faults"
 
@@ -108,8 +110,8 @@ KNOWN_FAULTS = (
 
 def installed_versions() -> dict[str, str]:
     """Versions of the packages in `SUPPORTED`, of libtpu and of this one, as far as they are installed."""
-    versions = {"python": platform.python_version()}
-    for package in ("tpu_offload", "libtpu", *(one.package for one in SUPPORTED)):
+    versions = {"python": platform.python_version(), "tpu_offload": __version__}
+    for package in ("libtpu", *(one.package for one in SUPPORTED)):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -181,3 +183,11 @@ def _matches(version: str, versions: str) -> bool:
         return Version(Version(version).base_version) in SpecifierSet(versions)
     except InvalidVersion:
         return False
+
+
+def main() -> int:
+    """For the build of an image that will serve, where a warning is an error, too: prints them; the exit status."""
+    findings = [one for one in check_versions(installed_versions()) if one.level is not Level.OK]
+    for one in findings:
+        sys.stderr.write(f"{one.text} -> {one.action}\n")
+    return 1 if findings else 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from tpu_offload import __version__
 from tpu_offload.errors import InputError
 
 
@@ -37,8 +38,8 @@ def device_errors(*, make_smaller: str) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Versions and devices, for the JSON file."""
-    versions = {"python": platform.python_version()}
-    for name in ("tpu_offload", "jax", "jaxlib", "flax", "numpy", "libtpu"):
+    versions = {"python": platform.python_version(), "tpu_offload": __version__}
+    for name in ("jax", "jaxlib", "flax", "numpy", "libtpu"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -35,6 +35,7 @@ from tpu_offload import (
     Update,
 )
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
+from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, to_kv_events
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
@@ -118,7 +119,7 @@ class SchedulerSide:
         self._state_groups = state_groups
         self._retains_all_states = retains_all_states
         self._event_groups = event_groups
-        self._record_events = record_events
+        self._event_sources = BlockSources() if record_events else None
         self._scheduler_id = uuid.uuid4().hex
         self._has_ranks = num_ranks > 1
         # A `DPScheduler` makes no steps for copies in flight alone.
@@ -213,6 +214,8 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             limits = dataclasses.replace(limits or RequestLimits(), max_load_tokens=0)
         self._stats_changed = True
+        if self._event_sources is not None and self._config.has_storage:  # what is promoted is stored, too
+            self._event_sources.track(request)
         found = self._offload.match(
             request_id,
             request.block_hashes,
@@ -444,6 +447,8 @@ class SchedulerSide:
         self._rollback.finish(request_id)
         self._stats_changed = True
         if self._offload is not None:
+            if self._event_sources is not None:
+                self._event_sources.finish(request_id, next_job_id=self._offload.job_ids.stop)
             self._offload.finish(request_id)
 
     def reset(self) -> None:
@@ -460,13 +465,17 @@ class SchedulerSide:
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """KV events of the host tier, for routers. A chunk is named by the hash of its last block, as in vLLM's own."""
-        if not self._record_events or self._offload is None:
+        if self._event_sources is None or self._offload is None:
             return
         yield from to_kv_events(
             self._offload.take_events(),
             self._event_groups,
-            block_size=self._block_size * self._config.blocks_per_chunk,
+            sources=self._event_sources,
+            block_size=self._block_size,
+            blocks_per_chunk=self._config.blocks_per_chunk,
         )
+        if not self._offload.has_events:
+            self._event_sources.forget(oldest_job_id=self._offload.job_ids.start)
 
     def take_stats(self) -> OffloadConnectorStats | None:
         """The counts since the last call; None if nothing has changed."""
@@ -536,7 +545,7 @@ class SchedulerSide:
             num_workers=self.num_workers,
             policy=self._policy,
             clock=self._clock,
-            record_events=self._record_events,
+            record_events=self._event_sources is not None,
         )
 
     def _requests_to_offer(self, output: "SchedulerOutput") -> list[ScheduledRequest]:
@@ -591,6 +600,8 @@ class SchedulerSide:
         entry.next_offer_tokens = (num_offered + 1) * size
         if not self._config.decode_save and entry.next_offer_tokens > request.num_prompt_tokens:
             del self._offering[request.request_id]
+        if self._event_sources is not None:
+            self._event_sources.track(request)
         num_tokens = num_offered * size
         if num_tokens > entry.num_sent_tokens:
             first, entry.num_sent_tokens = entry.num_sent_tokens, num_tokens

@@ -1,0 +1,1 @@
+"""Tests of deploy/ and of the package that is deployed."""
