@@ -207,3 +207,32 @@ def test_one_group_is_number_0_as_in_vllms_own_events():
     stored = [e for batch in batches for e in batch.events if isinstance(e, BlockStored)]
     specs = {(e.medium, e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window) for e in stored}
     assert specs == {("GPU", 0, "full_attention", None), ("CPU", 0, "full_attention", None)}
+
+
+def test_a_run_begins_anew_after_a_chunk_without_tokens():
+    """Of three blocks the second is that of a request only, which has gone on with other tokens."""
+    stack, _ = recording()
+    sources, request = BlockSources(), stack.add("a", prompt(3 * BLOCK_SIZE))
+    sources.track(request)
+    hashes = tuple(request.block_hashes)
+    found = sources.get
+    sources.get = lambda block_hash: None if block_hash == hashes[1] else found(block_hash)
+    stored = TierEvent(kind=TierEventKind.STORED, block_hashes=hashes)
+    groups = [[EventGroup(0, "full_attention", None)]]
+    events = list(to_kv_events([stored], groups, sources=sources, block_size=BLOCK_SIZE, blocks_per_chunk=1))
+    assert [len(event.block_hashes) for event in events] == [1, 1, 1]
+    assert [len(event.token_ids) for event in events] == [BLOCK_SIZE, 0, BLOCK_SIZE]
+    assert events[2].parent_block_hash == events[1].block_hashes[0]
+
+
+def test_of_requests_with_the_same_blocks_only_the_newest_is_kept():
+    """The others have ended; their tokens and images would be kept for as long as somebody has the system prompt."""
+    stack, _ = recording()
+    sources = BlockSources()
+    ended = stack.add("a", prompt(2 * BLOCK_SIZE))
+    sources.track(ended)
+    sources.track(stack.add("b", prompt(2 * BLOCK_SIZE)))
+    sources.finish("a", next_job_id=0)
+    sources.forget(oldest_job_id=0)
+    assert len(sources) == 2
+    assert {sources.get(block_hash).request.request_id for block_hash in ended.block_hashes} == {"b"}

@@ -501,6 +501,7 @@ class DPScheduler:
 
     def __init__(self, vllm_config):
         self.connector = None
+        self.dp_size = 2
         self.num_workers = count_workers(vllm_config)  # what its forked schedulers ask
 
 

@@ -265,7 +265,7 @@ def test_the_route_leads_to_the_servers():
 
 
 def test_only_the_router_reads_the_events():
-    policy = the(APPLIED["router"], "NetworkPolicy")["spec"]
+    policy = the(APPLIED["server"], "NetworkPolicy")["spec"]
     template = selected(APPLIED["server"], policy["podSelector"]["matchLabels"])
     ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
     everyone, picker = policy["ingress"]

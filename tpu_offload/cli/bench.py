@@ -146,9 +146,9 @@ def command(
         output = output.with_name(f"{output.name}.interrupted")
     write_json(output, profile)
     table = _figures_table(measured.figures, measured.failures, geometry)
+    _print_report(profile, measured, geometry, output, table)
     if html is not None:
         write_file(html, bench_page(profile, table).render())
-    _print_report(profile, measured, geometry, output, table)
     if measured.interrupted:
         sys.stderr.write("tpu-offload: interrupted: the results cover what was measured until then\n")
     return 130 if measured.interrupted else 0

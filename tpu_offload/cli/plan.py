@@ -122,11 +122,11 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
         hits = expected_hits(plan, traces, block_tokens=options.trace_block_tokens)
     report = {"argv": list(argv), **as_json(plan, hits, decode_save=options.decode_save)}
     tables = plan_tables(plan, hits)
+    print_plan(plan, tables, report)
+    if options.json is not None:
+        write_json(options.json, report)
     if options.html is not None:
         from tpu_offload.cli.html.plan import plan_page
 
         write_file(options.html, plan_page(report, tables, advice(plan)).render())
-    if options.json is not None:
-        write_json(options.json, report)
-    print_plan(plan, tables, report)
     return 0 if plan.caches is not None else _DOES_NOT_FIT

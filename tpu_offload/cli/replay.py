@@ -119,8 +119,6 @@ def _print_report(sized: setup.Setup, report: dict[str, Any], html: Path | None)
     """Prints the table and the findings, and writes the page; returns the exit status."""
     console = ReportConsole()
     table = comparison_table(report)
-    if html is not None:
-        write_file(html, replay_page(report, table).render())
     console.print(table)
     if not sized.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")
@@ -134,15 +132,16 @@ def _print_report(sized: setup.Setup, report: dict[str, Any], html: Path | None)
             f"Found after the restart: {found} of {asked} tokens that were stored and asked for again{share}."
         )
     same = f"every token of the {report['num_compared']} requests that both runs finished"
-    return print_outcome(console, report, same=same)
+    status = print_outcome(console, report, same=same)
+    if html is not None:
+        write_file(html, replay_page(report, table).render())
+    return status
 
 
 def _print_preempt_report(report: dict[str, Any], html: Path | None) -> int:
     """Prints the table and the findings, and writes the page; returns the exit status."""
     console = ReportConsole()
     table, findings = swap_table(report), swap_findings(report)
-    if html is not None:
-        write_file(html, swap_page(report, table, findings).render())
     console.print(table)
     for note in (*report["notes"], *findings):
         console.print(note)
@@ -150,7 +149,10 @@ def _print_preempt_report(report: dict[str, Any], html: Path | None) -> int:
         f"every token and log-probability of {report['num_compared']} requests in {report['num_runs_compared']} runs "
         "equals that of the reference run without preemption"
     )
-    return print_outcome(console, report, same=same)
+    status = print_outcome(console, report, same=same)
+    if html is not None:
+        write_file(html, swap_page(report, table, findings).render())
+    return status
 
 
 def comparison_table(report: Mapping[str, Any]) -> Table:

@@ -205,11 +205,11 @@ def command(argv: list[str], /, **flags: Any) -> int:
     if options.json is not None:
         write_json(options.json, report)
     tables = simulate_report.result_tables(report)
+    simulate_report.print_report(report, tables)
     if options.html is not None:
         from tpu_offload.cli.html.simulate import simulate_page
 
         write_file(options.html, simulate_page(report, tables).render())
-    simulate_report.print_report(report, tables)
     return 0
 
 

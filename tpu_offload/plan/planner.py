@@ -392,6 +392,8 @@ def _advice_on_memory(plan: Plan) -> Iterator[str]:
             f"{serving.num_devices} of {of_hosts} devices are used: another engine on the same host needs a part of "
             "its memory, so divide host_gb among them."
         )
+    if plan.caches is None:
+        return
     free = plan.hbm_limit_nbytes * (1 - plan.hbm_share) / serving.num_devices
     yield (
         f"Copies take {plan.copy_hbm_nbytes / 2**20:,.1f} MiB of the {free / 2**20:,.0f} MiB of HBM per device that "

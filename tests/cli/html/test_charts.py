@@ -3,7 +3,18 @@
 import pytest
 from rich.table import Table
 
-from tpu_offload.cli.html.charts import BLUE, MAX_POINTS, Axis, Series, distribution, lines, log_marks, points, stacked
+from tpu_offload.cli.html.charts import (
+    BLUE,
+    MAX_POINTS,
+    Axis,
+    Series,
+    distribution,
+    lines,
+    log_marks,
+    points,
+    short,
+    stacked,
+)
 from tpu_offload.cli.html.page import Figure, Page, Section
 from tpu_offload.cli.html.replay import run_warnings
 
@@ -23,11 +34,26 @@ def test_of_many_values_some_are_drawn():
     (drawn,) = distribution("d", [Series("a", values, (), BLUE)], x=X).spec["data"]
     assert len(drawn["x"]) <= MAX_POINTS
     assert (drawn["x"][-1], drawn["y"][-1]) == (num - 1, 100)
-    chart = points("p", [Series("a", values, values, BLUE, text=[str(v) for v in values])], x=X, y=Y, note="All.")
-    (drawn,) = chart.spec["data"]
+    few = Series("b", [1, 2], [3.0, 4.0], BLUE)
+    chart = points("p", [Series("a", values, values, BLUE, text=[str(v) for v in values]), few], x=X, y=Y, note="All.")
+    drawn, other = chart.spec["data"]
+    assert other["x"] == [1, 2]
     assert drawn["x"] == drawn["y"] == values[::5]
     assert drawn["hovertext"] == [str(v) for v in values[::5]]
-    assert chart.note == "All. One point of 5 is drawn."
+    assert chart.note == "All. a: one point of 5 is drawn."
+
+
+def test_a_distribution_of_one_value_is_seen():
+    (drawn,) = distribution("d", [Series("a", [3.0], (), BLUE)], x=X).spec["data"]
+    assert drawn["mode"] == "lines+markers"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.02, "0.02"), (12.34, "12.3"), (690.4, "690"), (8192, "8192"), (131072, "131k"), (999_999, "1M"), (2e9, "2G")],
+)
+def test_short_numbers_have_no_exponent(value, text):
+    assert short(value) == text
 
 
 def test_the_spread_is_drawn_from_the_value():

@@ -84,6 +84,7 @@ class BlockSources:
             if source is None:
                 self._blocks[block_hash] = BlockSource(request, position)
             else:
+                source.request = request  # the newest, so that ended ones are not kept
                 source.num_requests += 1
 
     def finish(self, request_id: str, *, next_job_id: int) -> None:

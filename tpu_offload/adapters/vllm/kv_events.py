@@ -88,7 +88,7 @@ def _runs(hashes: Iterable[BlockHash], sources: BlockSources, blocks_per_chunk: 
     run: _Run = []
     for block_hash in hashes:
         source = sources.get(block_hash)
-        if run and (source is None or source.hash_before(blocks_per_chunk) != run[-1][0]):
+        if run and (source is None or run[-1][1] is None or source.hash_before(blocks_per_chunk) != run[-1][0]):
             yield run
             run = []
         run.append((block_hash, source))

@@ -17,6 +17,7 @@ PALETTE = BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW
 MAX_POINTS = 4000
 """Points of one series that a chart shows; of more, every second, third, ... is drawn."""
 
+_FEW = 50  # values, of which each has a mark: a line of one value is nothing
 _FONT = {"family": "system-ui, sans-serif", "size": 12.5, "color": INK}
 _GRID = {"gridcolor": "#e6e9ed", "zerolinecolor": "#c8cdd4", "linecolor": "#c8cdd4", "automargin": True}
 
@@ -68,17 +69,17 @@ class Axis:
             found |= {
                 "tickmode": "array",
                 "tickvals": list(self.marks),
-                "ticktext": [_mark(mark) for mark in self.marks],
+                "ticktext": [short(mark) for mark in self.marks],
             }
         return found
 
 
-def _mark(value: float) -> str:
-    """A short number: 0.5, 200, 10k, 2M."""
-    for least, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= least:
-            return f"{value / least * (10 if suffix == 'k' else 1):.3g}{suffix}"
-    return f"{value:g}"
+def short(value: float) -> str:
+    """A number of at most three digits, never with an exponent above 0.001: 0.52, 690, 8192, 131k, 2M."""
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if round(value) >= max(unit, 10_000) or (suffix != "k" and round(value, -3) >= unit):
+            return f"{value / unit:.3g}{suffix}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @final
@@ -106,12 +107,13 @@ def steps(title: str, series: Sequence[Series], *, x: Axis, y: Axis, note: str =
 
 def points(title: str, series: Sequence[Series], *, x: Axis, y: Axis, note: str = "") -> Chart:
     """Points without lines."""
-    most = max((len(one.x) for one in series), default=0)
-    if most > MAX_POINTS:
-        step = -(-most // MAX_POINTS)
-        series = [dataclasses.replace(s, x=s.x[::step], y=s.y[::step], text=s.text[::step]) for s in series]
-        note = f"{note} One point of {step} is drawn.".strip()
-    return _drawn(title, series, x, y, note, mode="markers")
+    drawn = []
+    for one in series:
+        step = -(-len(one.x) // MAX_POINTS) or 1
+        drawn.append(dataclasses.replace(one, x=one.x[::step], y=one.y[::step], text=one.text[::step]))
+        if step > 1:
+            note = f"{note} {one.name}: one point of {step} is drawn.".strip()
+    return _drawn(title, drawn, x, y, note, mode="markers")
 
 
 def stacked(
@@ -141,7 +143,8 @@ def distribution(title: str, series: Sequence[Series], *, x: Axis, note: str = "
         drawn.append(dataclasses.replace(one, x=values[::-1][::step][::-1], y=shares[::-1][::step][::-1]))
     if x.log and x.marks is None:
         x = dataclasses.replace(x, marks=log_marks([value for one in drawn for value in one.x]))
-    return _drawn(title, drawn, x, Axis("requests up to it", suffix=" %"), note, mode="lines", shape="hv")
+    mode = "lines" if min((len(one.x) for one in drawn), default=0) >= _FEW else "lines+markers"
+    return _drawn(title, drawn, x, Axis("requests up to it", suffix=" %"), note, mode=mode, shape="hv")
 
 
 def log_marks(values: Sequence[float]) -> list[float]:

@@ -18,6 +18,7 @@ from tpu_offload.cli.html.charts import (
     Series,
     lines,
     log_marks,
+    short,
     stacked,
 )
 from tpu_offload.cli.html.page import Figure, Page, Section
@@ -41,7 +42,7 @@ def plan_page(report: Mapping[str, Any], tables: Sequence[Table], advice: Sequen
             f"Prefill at {report['mfu'][0]:g} to {report['mfu'][1]:g} of the chips' peak. Above the band a load wins.",
             _break_even_charts(report),
         ),
-        Section("The trace, simulated", charts=_hit_charts(report["hits"])),
+        Section("The trace, simulated", charts=_hit_charts(report["hits"], report["host_tokens"])),
         Section("In numbers", " ".join(advice), tables=tables),
         Section("The command", code=report["command"] or ""),
     ]
@@ -56,6 +57,8 @@ def plan_page(report: Mapping[str, Any], tables: Sequence[Table], advice: Sequen
 
 
 def _figures(report: Mapping[str, Any]) -> list[Figure]:
+    if not report["fits"]:
+        return [Figure("fits", "no")]
     blocks = f"{report['num_blocks']:,} blocks of {report['block_size']} tokens"
     found = [
         Figure("tokens in HBM", f"{report['hbm_kv_tokens']:,}", blocks),
@@ -63,12 +66,14 @@ def _figures(report: Mapping[str, Any]) -> list[Figure]:
         Figure("KV of a token", f"{report['kv_nbytes_per_token'] / 1024:,.0f} KiB", "over all devices"),
         Figure(
             "a load pays from",
-            f"{report['break_even_gbps']:,.2g} GB/s",
+            f"{short(report['break_even_gbps'])} GB/s",
             f"for a prefix of {report['break_even_prefix']:,} tokens",
         ),
     ]
     if hits := report["hits"]:
-        found.append(Figure("found in the host tier", f"{hits['host']:.1%}", f"of the trace; in HBM {hits['hbm']:.1%}"))
+        found.append(
+            Figure("found in the host tier", f"{hits['host']:.1%}", f"of prompt tokens; in HBM {hits['hbm']:.1%}")
+        )
     return found
 
 
@@ -107,7 +112,7 @@ def _break_even_charts(report: Mapping[str, Any]) -> list[Chart]:
     return [lines("Bandwidth from which on a load pays", series, x=x, y=y, note=note, marks=True, tall=True)]
 
 
-def _hit_charts(hits: Mapping[str, Any] | None) -> list[Chart]:
+def _hit_charts(hits: Mapping[str, Any] | None, host_tokens: int) -> list[Chart]:
     if not hits:
         return []
     computed = 1 - hits["hbm"] - hits["host"]
@@ -118,8 +123,10 @@ def _hit_charts(hits: Mapping[str, Any] | None) -> list[Chart]:
     by_size = {int(tokens): rate for tokens, rate in hits["host_by_tokens"].items()}
     sizes = sorted(by_size)
     if len(sizes) > 1:
+        planned = min(host_tokens, sizes[-1])
         rates = [
             Series("host tier", sizes, [100 * by_size[size] for size in sizes], GREEN),
+            Series("as planned", [planned], [100 * hits["host"]], BLUE),
             Series("without a limit", [sizes[0], sizes[-1]], [100 * hits["host_bound"]] * 2, INK, dash="dash"),
         ]
         x = Axis("tokens that the host tier holds", log=True, marks=log_marks(sizes))

@@ -19,6 +19,7 @@ from tpu_offload.cli.html.charts import (
     distribution,
     lines,
     points,
+    short,
     stacked,
     steps,
 )
@@ -167,13 +168,14 @@ def _describe(requests: Columns, i: int) -> str:
 
 def _source_charts(report: Mapping[str, Any]) -> list[Chart]:
     charts = []
+    arrivals = [at_s for key, *_ in _SIDES for at_s in report[key]["requests"]["arrival_s"]]
+    end_s = max(arrivals, default=0.0) or 1.0
+    num_bins = max(1, min(_NUM_BINS, len(arrivals) // 2))
+    width_s = end_s / num_bins  # the same on both sides
     for key, title, _ in _SIDES:
         requests = report[key]["requests"]
         if not requests["arrival_s"]:
             continue
-        end_s = max(requests["arrival_s"]) or 1.0
-        width_s = end_s / min(_NUM_BINS, len(requests["arrival_s"]))
-        num_bins = round(end_s / width_s)
         bins = [min(int(at_s / width_s), num_bins - 1) for at_s in requests["arrival_s"]]
         middles = [(i + 0.5) * width_s for i in range(num_bins)]
         series = [
@@ -185,7 +187,7 @@ def _source_charts(report: Mapping[str, Any]) -> list[Chart]:
                 series,
                 x=Axis("arrival, seconds since the start of the run"),
                 y=Axis("prompt tokens"),
-                note=f"Requests that arrived within {width_s:.2g} s.",
+                note=f"Requests that arrived within {short(width_s)} s.",
             )
         )
     return charts

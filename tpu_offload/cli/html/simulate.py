@@ -40,8 +40,10 @@ def simulate_page(report: Mapping[str, Any], tables: Sequence[Table]) -> Page:
     rows = [row for row in report["results"] if row["prefix_hit_rate"] is not None]
     names = ", ".join(Path(path).name for path in report["traces"])
     where = ", of its second part only" if report["counts_second_part_only"] else ""
+    has_storage = any(row["storage"] for row in rows)
+    bound = " The bound is that of a host tier without storage." if has_storage else ""
     sections = [
-        Section("Hit rate by size and policy", f"Prefix hit rate of the host tier{where}.", _rate_charts(rows)),
+        Section("Hit rate by size and policy", f"Prefix hit rate of the host tier{where}.{bound}", _rate_charts(rows)),
         Section("Where prompt blocks came from", charts=_source_charts(rows)),
         Section("Over the trace", charts=_time_charts(report, rows)),
         Section("Copies and evictions", charts=_traffic_charts(rows)),
@@ -59,7 +61,7 @@ def simulate_page(report: Mapping[str, Any], tables: Sequence[Table]) -> Page:
 
 def _subtitle(report: Mapping[str, Any]) -> str:
     hbm = f"HBM of {report['num_hbm_blocks']:,} blocks in front; " if report["num_hbm_blocks"] else "no HBM in front; "
-    return f"{hbm}saved on {report['save_on']}, after {report['save_after_sightings']} sightings"
+    return f"{hbm}saved on {report['save_on']}, with TPU_OFFLOAD_SAVE_AFTER_SIGHTINGS={report['save_after_sightings']}"
 
 
 def _figures(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Figure]:
@@ -68,7 +70,7 @@ def _figures(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Figure]:
     ]
     if rows and report["num_hbm_blocks"]:
         found.append(Figure("hit in HBM", f"{rows[0]['hbm_hit_rate']:.1%}"))
-    default = [row for row in rows if row["default"]]
+    default = [row for row in _default_rows(rows) if row["default"]]
     if default:
         largest = max(default, key=lambda row: int(row["num_chunks"]))
         size = f"{largest['num_chunks']:,} chunks, {largest['policy']}"
@@ -147,6 +149,7 @@ def _source_charts(rows: Sequence[_Row]) -> list[Chart]:
     mine = _default_rows(rows)
     if not mine:
         return []
+    several = len(set(map(stack_of, rows)) - {""}) > 1
     names = [f"{100 * row['size_share']:.3g} %" for row in mine]
     tiers = range(len(mine[0]["storage"]))
     parts = [("hit in HBM", [row["hbm_hit_rate"] for row in mine], SKY)]
@@ -159,7 +162,7 @@ def _source_charts(rows: Sequence[_Row]) -> list[Chart]:
         Series(name, names, [100 * value for value in values], color)
         for name, values, color in [*parts, ("computed", computed, RED)]
     ]
-    title = f"Prompt blocks by source, {mine[0]['policy']}"
+    title = f"Prompt blocks by source, {mine[0]['policy']}" + (f" + {stack_of(mine[0])}" if several else "")
     x = Axis("host tier, share of the unique blocks")
     return [stacked(title, series, x=x, y=Axis("of prompt blocks", suffix=" %"), text=_size_text(mine))]
 
@@ -175,7 +178,8 @@ def _time_charts(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Chart]
         size: [float(row["prefix_hit_rate"]) for row in mine if row["policy"] != BOUND] or [0.0]
         for size, mine in by_size.items()
     }
-    size = max(rates, key=lambda size: max(rates[size]) - min(rates[size]))
+    spreads = {size: max(values) - min(values) for size, values in rates.items()}
+    size = max(spreads, key=lambda size: spreads[size])
     middles = [(one + other) / 2 for one, other in zip(report["bins_s"], report["bins_s"][1:], strict=False)]
     series = [
         Series(
@@ -187,9 +191,10 @@ def _time_charts(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Chart]
         for number, (name, mine) in enumerate(_by_policy(by_size[size]).items())
     ]
     title = f"Prefix hit rate of a host tier of {size:,} chunks"
-    note = "The size at which the policies differ most. All tiers start empty."
+    note = "The size at which the policies differ most. " if len(rates) > 1 and max(spreads.values()) > 0 else ""
+    note += "All tiers start empty."
     x = Axis("seconds since the start of the trace")
-    return [lines(title, series, x=x, y=Axis("of prompt blocks", suffix=" %"), note=note, tall=True)]
+    return [lines(title, series, x=x, y=Axis("of prompt blocks", suffix=" %"), note=note, marks=True, tall=True)]
 
 
 def _traffic_charts(rows: Sequence[_Row]) -> list[Chart]:
