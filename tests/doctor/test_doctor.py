@@ -2,6 +2,7 @@
 
 import configparser
 import dataclasses
+import importlib.metadata
 import json
 import re
 import resource
@@ -59,6 +60,20 @@ def config_of(**settings):
 
 
 # Versions.
+
+
+def test_vllm_may_be_built_from_source(monkeypatch):
+    """Its distribution is called vllm then, as in images that are built from a checkout."""
+    version = importlib.metadata.version
+
+    def from_source(name):
+        if name == "vllm-tpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"vllm": "0.32.0+tpu", "tpu-inference": "0.32.0"}.get(name) or version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", from_source)
+    assert installed_versions()["vllm-tpu"] == "0.32.0+tpu"
+    assert not warnings(check_versions(installed_versions()))
 
 
 def test_the_installed_versions_are_supported():

@@ -1,5 +1,6 @@
 """Which versions of the packages work together, and what is known to be wrong with those installed."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -14,6 +15,7 @@ from tpu_offload import __version__
 from tpu_offload.config import OffloadConfig
 from tpu_offload.doctor.findings import Finding, Findings, Level, error, ok, warning
 
+_OTHER_NAMES = {"vllm-tpu": ("vllm",)}  # built from source for TPUs
 _CHECK, _FAULTS = "versions", "known faults"
 
 
@@ -112,10 +114,9 @@ def installed_versions() -> dict[str, str]:
     """Versions of the packages in `SUPPORTED`, of libtpu and of this one, as far as they are installed."""
     versions = {"python": platform.python_version(), "tpu_offload": __version__}
     for package in ("libtpu", *(one.package for one in SUPPORTED)):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        for name in (package, *_OTHER_NAMES.get(package, ())):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions.setdefault(package, importlib.metadata.version(name))
     return versions
 
 
