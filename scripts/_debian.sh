@@ -1,8 +1,9 @@
 # Sourced by scripts/test, after _venv.sh and `use_venv`. Defines
 #
-#   fetch_debian COMMAND FOLDER PACKAGE...    unpacks Debian's packages, and what they need and this machine
-#                                             lacks, into .venv/FOLDER/, unless COMMAND is installed or there. Ubuntu's `chromium` is a stub
-#                                             for a snap: install a browser and its driver there
+#   fetch_debian COMMAND FOLDER PACKAGE...    unpacks Debian's packages, and what they need and this machine lacks, into
+#                                             .venv/FOLDER/, unless COMMAND is installed or there
+#
+# On Ubuntu `chromium` is a stub for a snap: install a browser and its driver there.
 #
 # It needs apt, but no root: nothing is installed, and apt's lists and cache are in a temporary folder, because those of a
 # container are often empty. Without apt or network it says so and goes on; the tests that need the packages are skipped

@@ -210,7 +210,7 @@ def test_one_group_is_number_0_as_in_vllms_own_events():
 
 
 def test_a_run_begins_anew_after_a_chunk_without_tokens():
-    """Of three blocks the second is that of a request only, which has gone on with other tokens."""
+    """It is in an event of its own, and the next chunk names it as its parent."""
     stack, _ = recording()
     sources, request = BlockSources(), stack.add("a", prompt(3 * BLOCK_SIZE))
     sources.track(request)

@@ -187,6 +187,11 @@ def stack_of(row: _Row) -> str:
     return SEPARATOR.join(str(tier["num_chunks"]) for tier in row["storage"])
 
 
+def has_several_stacks(rows: Sequence[_Row]) -> bool:
+    """Whether names of policies need the stack of storage tiers, too."""
+    return len(set(map(stack_of, rows)) - {""}) > 1
+
+
 def gap_share(results: Sequence[_Row], row: _Row) -> float | None:
     """How far a policy goes from `BASE` (0) to the bound (1) at its size; None without either, or without a gap."""
 
@@ -215,7 +220,7 @@ def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
         columns.append(f"{100 * share:.3g} %{in_gb}")
     lines: dict[str, list[str]] = {}
-    several = len(set(map(stack_of, rows)) - {""}) > 1
+    several = has_several_stacks(rows)
     for row in rows:
         label = row["policy"] + (" *" if row["default"] else "")
         if several and row["storage"]:

@@ -32,7 +32,7 @@ class Timeline:
     """Samples the counters of an engine while it serves; used by the thread that calls `Engine.step`.
 
     A sample takes some 50 us. At most one is taken in `interval_s`; when there are `max_samples`, every second one is
-    removed and the interval doubles. So a run of any length has between half of them and all of them.
+    removed and the interval doubles. So a long run has between half of them and all of them.
 
     Args:
       engine: the engine.

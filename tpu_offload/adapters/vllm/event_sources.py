@@ -22,7 +22,7 @@ class BlockSource:
     """Where the tokens of a block are.
 
     Attributes:
-      request: a request that has it.
+      request: the newest request that has it.
       position: which of the request's blocks it is.
       num_requests: tracked requests that have it, always at the same position, because a hash covers all before it.
     """

@@ -28,7 +28,7 @@ class Series:
     """A named row of values.
 
     Attributes:
-      name: in the legend; empty shows none.
+      name: in the legend.
       x, y: the values; None in `y` is a gap.
       color: of line and marks.
       dash: of the line: solid, dash, dot.
@@ -122,7 +122,7 @@ def stacked(
     """Bars on top of each other; all series have the same `x`. `text` is shown when a bar is pointed at."""
     import plotly.graph_objects as go
 
-    figure = go.Figure(layout=_layout(x, y, num_named=len(series)) | {"barmode": "stack", "bargap": 0.05})
+    figure = go.Figure(layout=_layout(x, y, num_series=len(series)) | {"barmode": "stack", "bargap": 0.05})
     if any(isinstance(value, str) for one in series for value in one.x):
         figure.update_xaxes(type="category")  # "5 %" would be the number 5
         figure.update_layout(bargap=0.35)
@@ -169,11 +169,10 @@ def _drawn(
 ) -> Chart:
     import plotly.graph_objects as go
 
-    figure = go.Figure(layout=_layout(x, y, num_named=sum(bool(one.name) for one in series)))
+    figure = go.Figure(layout=_layout(x, y, num_series=len(series)))
     for one in series:
         trace = go.Scatter(
             name=one.name,
-            showlegend=bool(one.name),
             x=list(one.x),
             y=list(one.y),
             mode=mode,
@@ -195,7 +194,7 @@ def _drawn(
     return Chart(title, _spec(figure), note, tall)
 
 
-def _layout(x: Axis, y: Axis, *, num_named: int) -> dict[str, Any]:
+def _layout(x: Axis, y: Axis, *, num_series: int) -> dict[str, Any]:
     return {
         "template": "none",
         "font": _FONT,
@@ -204,7 +203,7 @@ def _layout(x: Axis, y: Axis, *, num_named: int) -> dict[str, Any]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "closest",
         "hoverlabel": {"font": _FONT},
-        "showlegend": num_named > 1,
+        "showlegend": num_series > 1,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#9aa1aa", "activecolor": INK},
         "xaxis": x.layout(from_zero=False),

@@ -50,7 +50,7 @@ class Page:
     Attributes:
       title: what was run.
       argv: the arguments that the command was given.
-      environment: device and versions; may be empty.
+      subtitle: what it ran on or simulated; may be empty.
       figures: the numbers at the top.
       warnings: what a reader must know first.
       sections: the parts.
@@ -58,7 +58,7 @@ class Page:
 
     title: str
     argv: Sequence[str]
-    environment: str
+    subtitle: str
     figures: Sequence[Figure]
     warnings: Sequence[str]
     sections: Sequence[Section]

@@ -85,6 +85,8 @@ def _memory_charts(report: Mapping[str, Any]) -> list[Chart]:
     series = [Series(name, ["HBM"], [nbytes / _GB], color) for name, nbytes, color in parts]
     x = Axis("")
     charts = [stacked("HBM of one device", series, x=x, y=Axis("GiB"), note=f"{limit / _GB:.2f} GiB in all.")]
+    if not report["fits"]:
+        return charts
     tokens = [
         Series("HBM", ["HBM"], [report["hbm_kv_tokens"]], GREEN),
         Series("host tier", ["host tier"], [report["host_tokens"]], BLUE),

@@ -75,10 +75,10 @@ def swap_page(report: Mapping[str, Any], table: Table, findings: Sequence[str]) 
     sides = [(last[key], name, color) for key, name, color in named if key in last]
     ratio = report["swap_to_recompute"].get("tokens_per_s")
     sections = [
-        Section("The rounds in numbers", " ".join([*report["notes"], *findings]), tables=[table]),
         Section("Throughput and completion", charts=_preempt_charts(report, named)),
         Section("The last round: requests", charts=_request_charts(sides)),
         Section("The last round: swap pool", charts=_swap_charts(last.get("swap"))),
+        Section("The rounds in numbers", " ".join([*report["notes"], *findings]), tables=[table]),
     ]
     return Page(
         f"Swap or recompute: {workload['num_requests']} requests in an HBM of {engine['num_blocks']} blocks",

@@ -1,5 +1,6 @@
 """The page of `tpu-offload simulate`, from its report."""
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,10 +23,9 @@ from tpu_offload.cli.html.charts import (
     stacked,
 )
 from tpu_offload.cli.html.page import Figure, Page, Section
-from tpu_offload.cli.simulate_report import BASE, gap_share, stack_of
+from tpu_offload.cli.simulate_report import BASE, gap_share, has_several_stacks, stack_of
+from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.sim import BOUND
-
-_GB = 2**30
 
 type _Row = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def _figures(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Figure]:
 
 def _by_policy(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
     """The rows of each line of a chart, by its name, in order of size."""
-    several = len(set(map(stack_of, rows)) - {""}) > 1
+    several = has_several_stacks(rows)
     found: dict[str, list[_Row]] = {}
     for row in sorted(rows, key=lambda row: float(row["size_share"])):
         name = row["policy"] + (f" + {stack_of(row)}" if several and row["storage"] else "")
@@ -106,7 +106,7 @@ def _size_axis(rows: Sequence[_Row]) -> Axis:
 
 def _size_text(rows: Sequence[_Row]) -> list[str]:
     return [
-        f"{row['num_chunks']:,} chunks" + (f", {row['nbytes'] / _GB:,.3g} GB" if row["nbytes"] else "") for row in rows
+        f"{row['num_chunks']:,} chunks" + (f", {row['nbytes'] / GB:,.3g} GB" if row["nbytes"] else "") for row in rows
     ]
 
 
@@ -149,7 +149,7 @@ def _source_charts(rows: Sequence[_Row]) -> list[Chart]:
     mine = _default_rows(rows)
     if not mine:
         return []
-    several = len(set(map(stack_of, rows)) - {""}) > 1
+    several = has_several_stacks(rows)
     names = [f"{100 * row['size_share']:.3g} %" for row in mine]
     tiers = range(len(mine[0]["storage"]))
     parts = [("hit in HBM", [row["hbm_hit_rate"] for row in mine], SKY)]
@@ -180,7 +180,7 @@ def _time_charts(report: Mapping[str, Any], rows: Sequence[_Row]) -> list[Chart]
     }
     spreads = {size: max(values) - min(values) for size, values in rates.items()}
     size = max(spreads, key=lambda size: spreads[size])
-    middles = [(one + other) / 2 for one, other in zip(report["bins_s"], report["bins_s"][1:], strict=False)]
+    middles = [(one + other) / 2 for one, other in itertools.pairwise(report["bins_s"])]
     series = [
         Series(
             name,
@@ -202,17 +202,17 @@ def _traffic_charts(rows: Sequence[_Row]) -> list[Chart]:
     if not played:
         return []
     in_gb = played[0]["saved_nbytes"] is not None
-    unit = "GB" if in_gb else "chunks"
     named, x = _by_policy(played), _size_axis(played)
     charts = []
-    for title, column, scale in (
-        (f"Saved, {unit}", "saved_nbytes" if in_gb else "num_saved_chunks", _GB if in_gb else 1),
-        (f"Loaded, {unit}", "loaded_nbytes" if in_gb else "num_loaded_chunks", _GB if in_gb else 1),
-        ("Evicted chunks", "num_evicted_chunks", 1),
+    for title, column in (
+        ("Saved", "saved_nbytes" if in_gb else "num_saved_chunks"),
+        ("Loaded", "loaded_nbytes" if in_gb else "num_loaded_chunks"),
+        ("Evicted", "num_evicted_chunks"),
     ):
+        unit, scale = ("GB", GB) if column.endswith("_nbytes") else ("chunks", 1)
         series = [
             _size_series(name, mine, [row[column] / scale for row in mine], **_look(number, mine[0]))
             for number, (name, mine) in enumerate(named.items())
         ]
-        charts.append(lines(title, series, x=x, y=Axis(title.split(", ")[-1].lower()), marks=True))
+        charts.append(lines(title, series, x=x, y=Axis(unit), marks=True))
     return charts
