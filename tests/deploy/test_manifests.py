@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
 from typing import Any
 
 import jsonschema
@@ -303,3 +304,22 @@ def test_the_router_hears_and_understands_the_servers():
     assert arguments["pool-name"] == the(APPLIED["router"], "InferencePool")["metadata"]["name"]
     (mount,) = container["volumeMounts"]
     assert arguments["config-file"] == f"{mount['mountPath']}/config.yaml"
+
+
+def test_limits_of_the_node_are_raised_never_lowered_and_a_failure_is_one(tmp_path):
+    (pod,) = [pod for pod in pod_specs(APPLIED["server"]) if "initContainers" in pod]
+    (script,) = pod["initContainers"][0]["args"]
+    maps, entries = tmp_path / "maps", tmp_path / "entries"
+    script = script.replace("/proc/sys/vm/max_map_count", str(maps))
+    script = script.replace("/sys/module/vfio_iommu_type1/parameters/dma_entry_limit", str(entries))
+
+    def run():
+        return subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, timeout=60).returncode
+
+    maps.write_text("65530\n")
+    assert run() == 0, "a node without VFIO's limit"
+    entries.write_text("9000000\n")
+    assert run() == 0
+    assert (maps.read_text(), entries.read_text()) == ("33554432\n", "9000000\n")
+    maps.unlink()
+    assert run() != 0
