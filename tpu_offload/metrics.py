@@ -189,10 +189,14 @@ class OffloadStats:
         "jobs", "Copies in flight: planned, or waiting for room, and not ended.", family="in_flight_jobs"
     )
     num_failed_jobs: int = _counter(
-        "jobs", "Copies that failed, including those that timed out. Should be 0; the log has the reason of each."
+        "jobs",
+        "Copies between HBM and host memory that failed, including those that timed out. Should be 0; the log has the "
+        "reason of each.",
     )
     num_timed_out_jobs: int = _counter(
-        "jobs", "Copies that a worker did not report in time. Should be 0; look for a worker that hangs."
+        "jobs",
+        "Copies between HBM and host memory that a worker did not report in time. Should be 0; look for a worker that "
+        "hangs.",
     )
     num_ignored_results: int = _counter(
         "results", "Late, duplicate or unknown results from workers, ignored. A few after a timeout are normal."
@@ -261,8 +265,8 @@ class OffloadStats:
     )
     failed_storage_chunks: int = _counter(
         "chunks",
-        "Chunks and states whose copy to or from a storage tier failed or was late. Should be 0; the log has the "
-        "reason.",
+        "Chunks and states whose copy to or from a storage tier, or deletion there, failed or was late. Should be 0; "
+        "the log has the reason.",
     )
     missing_storage_chunks: int = _counter(
         "chunks",
@@ -366,7 +370,8 @@ _TIER_HELP = {
     "suspended because they keep failing.",
     "cascaded_chunks": "Chunks, those of windows included, and states written from the host tier to this storage tier.",
     "promoted_chunks": "Chunks, those of windows included, and states read from this storage tier into the host tier.",
-    "failed_storage_chunks": "Chunks and states whose copy to or from this storage tier failed or was late.",
+    "failed_storage_chunks": "Chunks and states whose copy to or from this storage tier, or deletion there, failed or "
+    "was late.",
 }
 TIER_METRICS = MappingProxyType(
     {

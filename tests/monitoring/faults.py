@@ -168,14 +168,11 @@ FAULTS = (
         changed={"tier.num_open_breakers@1:valkey": gauge_during(7, 2), "num_open_breakers": gauge_during(7, 3)},
         fires=frozenset({("TpuOffloadBreakerOpen", ""), ("TpuOffloadStorageBreakerOpen", "1:valkey")}),
     ),
-    Case(
-        title="a disk refuses a job of three chunks",
-        changed={
-            "tier.failed_storage_chunks@0:file": once(3),
-            "failed_storage_chunks": once(3),
-            "num_failed_jobs": once(),
-        },
-        fires=frozenset({("TpuOffloadStorageCopiesFail", "0:file"), ("TpuOffloadCopiesFail", "")}),
+    _fault(
+        "TpuOffloadStorageCopiesFail",
+        "a disk refuses a job of three chunks",
+        {"tier.failed_storage_chunks@0:file": once(3), "failed_storage_chunks": once(3)},
+        tier="0:file",
     ),
     _fault("TpuOffloadStorageLookupsFail", "one look-up fails", {"num_failed_storage_lookups": once()}),
     _fault("TpuOffloadStorageTooSlow", "a third not written", {"dropped_cascade_chunks": grows_during(60, 500)}),

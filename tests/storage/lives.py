@@ -311,7 +311,7 @@ def engine_slots(job: CopyJob) -> set[int]:
     return {slot for _, slot in job.chunks} | {place for part in job.parts for place in part.host_block_ids}
 
 
-_COUNTED = ("cascaded_chunks", "promoted_chunks", "num_failed_jobs", "num_timed_out_jobs", "num_evicted_storage_chunks")
+_COUNTED = ("cascaded_chunks", "promoted_chunks", "failed_storage_chunks", "num_evicted_storage_chunks")
 
 
 def run_many(one: Callable[..., OffloadStats], doc: str | None) -> None:

@@ -380,7 +380,7 @@ def test_a_late_promotion_leaves_its_slots_in_quarantine():
     engine.step()
     engine.scheduler.check_invariants()
     stats = engine.scheduler.stats()
-    assert (stats.num_timed_out_jobs, stats.num_quarantined_chunks) == (1, 2)
+    assert (stats.failed_storage_chunks, stats.num_quarantined_chunks) == (2, 2)
     assert states(engine, A)[:2] == [None, None]
     assert engine.match("a", A).state is MISS
     engine.apply(engine.workers[0], engine.workers[0].finish(1))
@@ -420,7 +420,7 @@ def test_a_late_cascade_lets_go_of_its_chunks_and_is_not_kept():
     engine.clock.now_s += 10.0
     engine.step()
     engine.scheduler.check_invariants()
-    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    assert engine.scheduler.stats().failed_storage_chunks == 4
     engine.apply(engine.workers[0], engine.workers[0].finish())
     late = engine.keys(A)[0]
     assert late not in stored(engine)

@@ -54,13 +54,14 @@ class Completion:
         if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
-            self._counts.num_timed_out_jobs += 1
             # A look-up has a deadline of its own.
             after = "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
             _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
         elif job.state is JobState.FAILED:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
-        self._counts.num_failed_jobs += job.state in (JobState.FAILED, JobState.TIMED_OUT)
+        if not job.kind.of_storage:  # those have counters of their own
+            self._counts.num_timed_out_jobs += timed_out
+            self._counts.num_failed_jobs += timed_out or job.state is JobState.FAILED
         if job.state is JobState.FINISHED:
             job.breaker.succeeded(job.job_id)
         elif job.copy_failed:

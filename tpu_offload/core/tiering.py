@@ -205,7 +205,7 @@ class StoragePlanner:
             return
         bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
-            num_failed = sum(i < len(job.keys) for i in bad)
+            num_failed = len(bad) or 1  # 1: deleting all of it
             self._counts.failed_storage_chunks += num_failed
             self._own_counts.failed_storage_chunks += num_failed
         if job.kind is JobKind.PROMOTE:

@@ -73,8 +73,7 @@ _COPIES = (
         severity=Severity.WARNING,
         template="increase({num_failed_jobs}[10m]) > increase({num_timed_out_jobs}[10m])",
         summary=f"{_AT}: copies failed ({_COUNT} in 10 minutes)",
-        action="The requests were recomputed. The engine's log has the reason of each failure. Copies to and "
-        "from storage count, too.",
+        action="The requests were recomputed. The engine's log has the reason of each failure.",
     ),
     Alert(
         name="TpuOffloadCopiesTimeOut",

@@ -57,7 +57,7 @@ CHIPS = {
             link_nbytes_per_s=15e9,
             hosts={1: 48 * _GB, 4: 192 * _GB, 8: 384 * _GB},
             network_nbytes_per_s=3.125e9,
-            source=f"docs.cloud.google.com/tpu/docs/v6e, machine types ct5lp-hightpu-*; {_LINK}",
+            source=f"docs.cloud.google.com/tpu/docs/v5e, machine types ct5lp-hightpu-*; {_LINK}",
         ),
         Chip(
             name="v5p",
