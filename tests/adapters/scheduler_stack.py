@@ -249,8 +249,7 @@ class Stack:
         assert not self.num_rows or pool.mamba_pool.get_num_free_blocks() == self.num_rows - 1
         assert not self.side._active
         assert not self.side._promised
-        assert not self.side._background_loads
-        assert not self.side._background_first_hash
+        self.side._load_timing.check_empty()
         list(self.side.take_events())
         assert not self.side._event_sources, "blocks of requests that have ended"
         if self.offload is not None:

@@ -23,7 +23,7 @@ def make(*prompts: list[int], **kwargs) -> Stack:
     bound = {"max_load_gb_per_step": (MAX_BLOCKS + 0.5) * BLOCK_NBYTES / 2**30}
     settings = {"num_blocks": 60, "num_cpu_chunks": 64, "max_num_batched_tokens": 200, "sync_load": None}
     stack = make_stack(**{**settings, **bound, **kwargs})
-    assert stack.side._max_sync_blocks == MAX_BLOCKS
+    assert stack.side._load_timing.max_blocks == MAX_BLOCKS
     for i, tokens in enumerate(prompts):
         stack.serve(f"saved{i}", tokens)
         stack.scheduler.reset_prefix_cache()

@@ -232,7 +232,7 @@ def test_shared_pieces_that_a_load_reads_stay_when_the_checkpoint_that_they_were
     request = engine.add("b", tokens(17) + tokens(8, start=500))
     assert request is not None
     assert request.num_computed == 16
-    table = engine.scheduler._index._checkpoints
+    table = engine.scheduler._index.checkpoints
     while table.evict_one(()) is not None:
         pass
     engine.scheduler.check_invariants()
@@ -256,14 +256,14 @@ def test_a_dropped_checkpoint_that_a_load_reads_is_not_found(states) -> None:
     index.complete(keys, index.allocate(Use(0), keys, range(2)), success=True)
     begun = index.begin_checkpoint(keys, 2, max_chunks=4)
     assert begun is not None
-    index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
-    index.hold_checkpoint(begun[0])
+    index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
+    index.checkpoints.hold(begun[0])
     index.take_changes()
-    index._checkpoints.drop(begun[0])
-    assert index.find_checkpoint(keys, 0, 2)[0] is None
+    index.checkpoints.drop(begun[0])
+    assert index.checkpoints.find(keys, 0, 2)[0] is None
     (change,) = index.take_changes()
     assert (change.found, change.of_pieces, len(change.keys or ())) == (False, True, 1)
-    index.release_checkpoint(begun[0])
+    index.checkpoints.release(begun[0])
     assert index.take_changes() == []
     index.check_invariants()
 
@@ -278,13 +278,13 @@ def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time()
     def save(end: int, before: Checkpoint | None = None) -> tuple[Checkpoint, list[NewPiece]]:
         begun = index.begin_checkpoint(keys, end, max_chunks=9, before=before)
         assert begun is not None
-        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+        index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
         return begun
 
     before, pieces = save(4)
-    index.lose_pieces([piece.slot for piece in pieces if piece.number == 2])
+    index.checkpoints.lose_pieces([piece.slot for piece in pieces if piece.number == 2])
     assert [piece.number for piece in save(3)[1]] == [0, 2]
-    found, boundary, _ = index.find_checkpoint(keys, 0, 4)
+    found, boundary, _ = index.checkpoints.find(keys, 0, 4)
     assert found is not None
     assert boundary == 4, "all of its pieces are there"
     assert [piece.number for piece in save(5, before)[1]] == [4]
@@ -309,18 +309,18 @@ class PartlyLost:
         self.index.complete(self.keys, self.index.allocate(Use(0), self.keys, range(6)), success=True)
         self.checkpoint, pieces = self.save(5)
         self.state = piece_key(self.keys[4], 1)
-        self.index.hold_checkpoint(self.checkpoint)
-        self.index.lose_pieces([piece.slot for piece in pieces if piece.number == 4 and piece.group == 0])
+        self.index.checkpoints.hold(self.checkpoint)
+        self.index.checkpoints.lose_pieces([piece.slot for piece in pieces if piece.number == 4 and piece.group == 0])
         self.index.take_changes()
 
     def save(self, end: int) -> tuple[Checkpoint, list[NewPiece]]:
         begun = self.index.begin_checkpoint(self.keys, end, max_chunks=9)
         assert begun is not None
-        self.index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+        self.index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
         return begun
 
     def find(self) -> Checkpoint | None:
-        found, boundary, _ = self.index.find_checkpoint(self.keys, 0, 5)
+        found, boundary, _ = self.index.checkpoints.find(self.keys, 0, 5)
         assert (boundary == 5) == (found is not None)
         return found
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_takes_the_window_chunk_that_was_saved_anew() -> None:
     assert mended is not case.checkpoint  # which a load reads
     assert case.removed() == set()
     assert case.find() is mended
-    case.index.release_checkpoint(case.checkpoint)
+    case.index.checkpoints.release(case.checkpoint)
     assert case.removed() == set()
     assert case.find() is mended
     case.index.check_invariants()
@@ -351,17 +351,17 @@ def test_nothing_knows_the_state_of_an_evicted_checkpoint_that_a_load_still_read
     case.save(6)
     assert case.find() is not None
     case.index.take_changes()
-    case.index._checkpoints.evict_at([case.keys[4]])
+    case.index.checkpoints.evict_at([case.keys[4]])
     assert case.find() is None
     assert case.state in case.removed()
-    case.index.release_checkpoint(case.checkpoint)
+    case.index.checkpoints.release(case.checkpoint)
     assert case.state not in case.removed()
     case.index.check_invariants()
 
 
 def test_a_checkpoint_of_which_a_part_is_lost_takes_no_state() -> None:
     case = PartlyLost()
-    case.index.release_checkpoint(case.checkpoint)
+    case.index.checkpoints.release(case.checkpoint)
     assert case.index.num_states == 1
     assert case.find() is None
     assert case.index.num_states == 0
@@ -377,17 +377,17 @@ def test_a_load_settles_the_checkpoint_whose_save_has_begun_since_it_was_found()
     index.complete(keys, index.allocate(Use(0), keys, range(4)), success=True)
     begun = index.begin_checkpoint(keys, 3, max_chunks=9)
     assert begun is not None
-    index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
-    found, boundary, _ = index.find_checkpoint(keys, 0, 2)
+    index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
+    found, boundary, _ = index.checkpoints.find(keys, 0, 2)
     assert found is not None
     assert boundary == 2
-    index.hold_checkpoint(found)
+    index.checkpoints.hold(found)
     begun = index.begin_checkpoint(keys, 2, max_chunks=9, rolls=True)
     assert begun is not None
     index.use_checkpoint(found, 2)
     assert begun[0].was_loaded
     assert not begun[0].rolls
-    index.release_checkpoint(found)
+    index.checkpoints.release(found)
     index.check_invariants()
 
 
@@ -398,8 +398,8 @@ def test_without_record_nothing_is_kept_of_pieces() -> None:
     index.complete(keys, index.allocate(Use(0), keys, range(3)), success=True)
     begun = index.begin_checkpoint(keys, 3, max_chunks=9)
     assert begun is not None
-    index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
-    index.lose_pieces([begun[1][0].slot])
-    assert index.find_checkpoint(keys, 0, 3)[0] is None
+    index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
+    index.checkpoints.lose_pieces([begun[1][0].slot])
+    assert index.checkpoints.find(keys, 0, 3)[0] is None
     assert not index.has_changes
     assert index.take_changes() == []

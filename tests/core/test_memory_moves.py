@@ -249,17 +249,17 @@ def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> 
         begun = index.begin_checkpoint(keys, end, max_chunks=0)
         assert begun is not None
         held.append(begun[0])
-        index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
-    index.hold_checkpoint(held[1])
-    index.lose_pieces([100, 101])
-    assert index.checkpoint(keys[0]) is index.checkpoint(keys[1]) is None
+        index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
+    index.checkpoints.hold(held[1])
+    index.checkpoints.lose_pieces([100, 101])
+    assert index.checkpoints.get(keys[0]) is index.checkpoints.get(keys[1]) is None
     begun = index.begin_checkpoint(keys, 2, max_chunks=0)
     assert begun is not None
-    index.complete_checkpoint([100], success=True)
+    index.checkpoints.complete([100], success=True)
     index.shrink_states(1)
     assert not index.vacate_states(1), "a load reads it"
-    assert index.checkpoint(keys[1]) is begun[0]
-    index.release_checkpoint(held[1])
+    assert index.checkpoints.get(keys[1]) is begun[0]
+    index.checkpoints.release(held[1])
     assert index.vacate_states(1)
     index.check_invariants()
 
@@ -277,12 +277,12 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
         for end in range(1, 11):
             begun = index.begin_checkpoint(keys, end, max_chunks=10)
             assert begun is not None
-            index.complete_checkpoint([piece.slot for piece in begun[1]], success=True)
+            index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
     assert (index.num_checkpoints, index.num_free_slots) == (400, 800)
-    last = index.checkpoint(keys[-1])
+    last = index.checkpoints.get(keys[-1])
     assert last is not None
     if is_held:
-        index.hold_checkpoint(last)
+        index.checkpoints.hold(last)
     looked_at: list[checkpoints.Checkpoint] = []
     real = checkpoints.CheckpointTable._is_resident
 
@@ -292,15 +292,15 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
 
     monkeypatch.setattr(checkpoints.CheckpointTable, "_is_resident", is_resident)
     num_calls = 0
-    while num_calls < 40 and any(slot in range(400, 1600) for slot in index._checkpoints._pieces.key_of):
+    while num_calls < 40 and any(slot in range(400, 1600) for slot in index.checkpoints._pieces.key_of):
         num_calls += 1
         looked_at.clear()
-        index._checkpoints.evict_from(range(400, 1600))
+        index.checkpoints.evict_from(range(400, 1600))
         assert len(looked_at) < 2 * 101, "twice if it is dropped"
     assert num_calls == 40 if is_held else num_calls in range(4, 20)
     index.shrink(400)
     assert is_held != any(index.vacate(400) for _ in range(20))
     if is_held:
-        index.release_checkpoint(last)
+        index.checkpoints.release(last)
     assert any(index.vacate(400) for _ in range(20))
     index.check_invariants()

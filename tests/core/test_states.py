@@ -150,12 +150,12 @@ def test_states_that_could_not_be_saved_are_forgotten(num_in_flight) -> None:
         begun = index.begin_checkpoint(keys, end, max_chunks=0)
         assert begun is not None
         if saves:
-            index.supersede_checkpoint(saves[-1][0], by=begun[0])
+            index.checkpoints.supersede(saves[-1][0], by=begun[0])
         saves.append((begun[0], [piece.slot for piece in begun[1]]))
         if len(saves) == 1:
-            index.complete_checkpoint(saves[0][1], success=True)
+            index.checkpoints.complete(saves[0][1], success=True)
         elif end > num_in_flight:
-            index.complete_checkpoint(saves[-num_in_flight][1], success=False)
+            index.checkpoints.complete(saves[-num_in_flight][1], success=False)
         one: Checkpoint | None = begun[0]
         remembered = []
         while one is not None:

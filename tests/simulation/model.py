@@ -494,7 +494,7 @@ class Model:
 
     def _sync_checkpoints(self) -> None:
         """Checks the checkpoints that have become READY."""
-        known, table = self.checkpoints, self.index._checkpoints._table
+        known, table = self.checkpoints, self.index.checkpoints._table
         self.checkpoints = {key: checkpoint for key, checkpoint in table.items() if not checkpoint.num_pending}
         for key, checkpoint in self.checkpoints.items():
             if known.get(key) is not checkpoint:

@@ -640,17 +640,19 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("the slots of a held checkpoint are free", "CheckpointTable._unref", "not _.num_holds", "True"),
-    Mutation("a promise does not hold its checkpoint", "LoadPlanner.match", "self._index.hold_checkpoint(...)", "pass"),
     Mutation(
-        "a released promise holds its checkpoint", "LoadPlanner.release", "self._index.release_checkpoint(...)", "pass"
+        "a promise does not hold its checkpoint", "LoadPlanner.match", "self._index.checkpoints.hold(...)", "pass"
     ),
     Mutation(
-        "an abandoned load holds its checkpoint", "Transfers.detach", "self._index.release_checkpoint(...)", "pass"
+        "a released promise holds its checkpoint", "LoadPlanner.release", "self._index.checkpoints.release(...)", "pass"
+    ),
+    Mutation(
+        "an abandoned load holds its checkpoint", "Transfers.detach", "self._index.checkpoints.release(...)", "pass"
     ),
     Mutation(
         "a load that has ended holds its checkpoint",
         "Completion.complete",
-        "self._index.release_checkpoint(...)",
+        "self._index.checkpoints.release(...)",
         "pass",
     ),
     Mutation("a checkpoint with a failed piece is kept", "CheckpointTable.complete", "self.drop(_)", "pass"),
@@ -666,11 +668,11 @@ MUTATIONS = (
         "self._first_state + _1",
         "_1",
     ),
-    Mutation("lost pieces are found", "ChunkIndex.invalidate_slots", "self._checkpoints.lose(...)", "pass"),
+    Mutation("lost pieces are found", "ChunkIndex.invalidate_slots", "self.checkpoints.lose(...)", "pass"),
     Mutation(
         "a piece that a load could not read is found again",
         "Transfers.ended",
-        "self._index.lose_pieces(...)",
+        "self._index.checkpoints.lose_pieces(...)",
         "pass",
     ),
     Mutation(
@@ -688,7 +690,7 @@ MUTATIONS = (
     Mutation(
         "a checkpoint of generated tokens is never superseded",
         "CheckpointSaves._begin",
-        "self._index.supersede_checkpoint(...)",
+        "self._index.checkpoints.supersede(...)",
         "pass",
     ),
     Mutation("the checkpoint of a prompt is superseded", "CheckpointSaves.read", "b in rolling", "True"),
@@ -704,7 +706,7 @@ MUTATIONS = (
         "not (one.was_loaded or ...)",
         "True",
     ),
-    Mutation("a checkpoint outlives the chunk before it", "ChunkIndex._remove", "self._checkpoints.drop(_)", "pass"),
+    Mutation("a checkpoint outlives the chunk before it", "ChunkIndex._remove", "self.checkpoints.drop(_)", "pass"),
     Mutation(
         "a checkpoint outlives the chunk before it when that is evicted",
         "CheckpointTable.evict_at",

@@ -153,9 +153,9 @@ def test_a_checkpoint_behind_chunks_of_the_host_tier_is_read_alone(num_rows):
     engine = make(num_rows=num_rows, num_host_chunks=60)
     serve(engine, "a", A)
     index = engine.scheduler._index
-    checkpoint = index.checkpoint(end_key(engine, A, 6))
+    checkpoint = index.checkpoints.get(end_key(engine, A, 6))
     assert checkpoint is not None
-    index._checkpoints.drop(checkpoint)
+    index.checkpoints.drop(checkpoint)
     found, plans = wait(engine, "again", A)
     assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
     (job,) = [job for plan in plans for job in plan.of(JobKind.PROMOTE)]
@@ -320,7 +320,7 @@ def test_a_tier_that_is_as_large_as_a_checkpoint_is_written(caplog):
 
 
 def last_checkpoint(engine: WindowEngine) -> Checkpoint:
-    return next(reversed(engine.scheduler._index._checkpoints._table.values()))
+    return next(reversed(engine.scheduler._index.checkpoints._table.values()))
 
 
 @pytest.mark.parametrize(("num_rows", "max_gb"), [(0, 1.0), (40, 1.0), (40, 1e-9)])
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_one_step_cannot_demote_is_not_demoted_in_part():
     serve(engine, "a", list(range(45 * BLOCK_SIZE + 1)))
     index = engine.scheduler._index
     assert len(last_checkpoint(engine).slots) == 40
-    assert index._checkpoints.evict_one(()) is not None
+    assert index.checkpoints.evict_one(()) is not None
     assert not [job for plan in rest(engine) for job in plan.of(JobKind.DEMOTE)]
     assert engine.scheduler.stats().dropped_demotion_chunks == 40
 

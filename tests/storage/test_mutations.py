@@ -147,8 +147,8 @@ CHECKPOINT_MUTATIONS = (
     Mutation(
         "a piece that could not be read is published",
         "StorageReads._remove",
-        "self._index.complete_checkpoint(_1, success=False, quarantine=_2)",
-        "self._index.complete_checkpoint(_1, success=True)",
+        "self._index.checkpoints.complete(_1, success=False, quarantine=_2)",
+        "self._index.checkpoints.complete(_1, success=True)",
     ),
     Mutation(
         "a request waits for its target for ever",

@@ -70,7 +70,7 @@ class CheckpointPromotions:
         for boundary in _boundaries(tiers, keys, request.checkpoint_chunk, end):
             if boundary > end:
                 continue
-            if self._index.checkpoint(keys[boundary - 1]) is None:
+            if self._index.checkpoints.get(keys[boundary - 1]) is None:
                 missing = pieces.last_missing(boundary)
                 if missing is not None:
                     end = missing  # all boundaries in between need it, too
@@ -99,9 +99,9 @@ class CheckpointPromotions:
 
     def _may_fit(self, keys: Sequence[ChunkKey], boundary: int) -> bool:
         """Whether the pieces that the host tier lacks could be read, all at once, if nothing else were in flight."""
-        if self._index.checkpoint(keys[boundary - 1]) is not None:
+        if self._index.checkpoints.get(keys[boundary - 1]) is not None:
             return True
-        by_tier = self._by_tier(self._index.missing_pieces(keys, boundary))
+        by_tier = self._by_tier(self._index.checkpoints.missing_pieces(keys, boundary))
         return all(tier.reads.may_fit(*_sizes(tier, pieces)) for tier, pieces in by_tier.items())
 
     def unknown_records(
@@ -114,8 +114,10 @@ class CheckpointPromotions:
         unknown: list[list[ChunkKey]] = []
         tiers = self._readable()
         for boundary in range(end, max(first, end - _MAX_ASKED), -1):
-            if self._index.checkpoint(keys[boundary - 1]) is None:
-                missing = [p for p in self._index.missing_pieces(keys, boundary) if _source(p, tiers) is None]
+            if self._index.checkpoints.get(keys[boundary - 1]) is None:
+                missing = [
+                    p for p in self._index.checkpoints.missing_pieces(keys, boundary) if _source(p, tiers) is None
+                ]
                 names = [name for piece in missing for name in tier.records.of_piece(piece.key, piece.group)]
                 if names:
                     unknown.append(names)
@@ -124,8 +126,8 @@ class CheckpointPromotions:
     def read_s(self, keys: Sequence[ChunkKey], boundary: int) -> float | None:
         """Seconds to read the pieces of a target; None if it is not known."""
         total_s = 0.0
-        if self._index.checkpoint(keys[boundary - 1]) is None:
-            for tier, pieces in self._by_tier(self._index.missing_pieces(keys, boundary)).items():
+        if self._index.checkpoints.get(keys[boundary - 1]) is None:
+            for tier, pieces in self._by_tier(self._index.checkpoints.missing_pieces(keys, boundary)).items():
                 num_records, _ = _sizes(tier, pieces)
                 seconds = tier.reads.read_s(num_records)
                 if seconds is None:
@@ -144,12 +146,12 @@ class CheckpointPromotions:
     def promote(self, request: RequestState, boundary: int) -> None:
         """Plans the promotion of the pieces of a target, once all chunks before it are in the host tier, or will be."""
         keys, index = request.keys, self._index
-        if index.checkpoint(keys[boundary - 1]) is not None:
+        if index.checkpoints.get(keys[boundary - 1]) is not None:
             return
         missing, end = index.missing(keys, 0, boundary)
         if missing or end < boundary:
             return
-        wanted = index.missing_pieces(keys, boundary)
+        wanted = index.checkpoints.missing_pieces(keys, boundary)
         by_tier = self._by_tier(wanted)
         if sum(map(len, by_tier.values())) < len(wanted):  # something was evicted meanwhile
             return
@@ -161,7 +163,7 @@ class CheckpointPromotions:
         if begun is None:
             self._counts.num_dropped_promotions += 1
             return
-        slot_of = dict(index.pieces_of(begun[0]))
+        slot_of = dict(index.checkpoints.pieces_of(begun[0]))
         for tier, pieces in by_tier.items():
             slots = [slot_of[piece.key] for piece in pieces]
             tier.reads.read_pieces([piece.key for piece in pieces], slots, end=keys[boundary - 1])
@@ -188,7 +190,7 @@ class _Pieces:
 
         Boundaries are asked for in descending order.
         """
-        for group, num in enumerate(self._index.num_pieces(boundary)):
+        for group, num in enumerate(self._index.checkpoints.num_pieces(boundary)):
             lowest = min(boundary, self._lowest.get(group, boundary))
             while lowest > boundary - num and self._has(group, lowest - 1):
                 lowest -= 1
@@ -199,7 +201,7 @@ class _Pieces:
 
     def _has(self, group: int, number: int) -> bool:
         piece = NewPieceKey(group, piece_key(self._keys[number], group))
-        return self._index.has_piece(piece.key) or _source(piece, self._tiers) is not None
+        return self._index.checkpoints.has_piece(piece.key) or _source(piece, self._tiers) is not None
 
 
 def _source(piece: NewPieceKey, tiers: Sequence[StoragePlanner]) -> StoragePlanner | None:

@@ -199,7 +199,7 @@ class CheckpointSaves:
             return None
         if self._index.state(keys[boundary - 1]) not in (ChunkState.PENDING, ChunkState.READY):
             return None
-        checkpoint = self._index.checkpoint(keys[boundary - 1])
+        checkpoint = self._index.checkpoints.get(keys[boundary - 1])
         if checkpoint is not None:
             self._index.touch_checkpoint(checkpoint)
             return []
@@ -210,7 +210,7 @@ class CheckpointSaves:
         checkpoint, saved = begun
         if tail.rolls:
             if before is not None:
-                self._index.supersede_checkpoint(before, by=checkpoint)
+                self._index.checkpoints.supersede(before, by=checkpoint)
             request.rolling = checkpoint
         return saved
 

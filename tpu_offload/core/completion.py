@@ -50,7 +50,7 @@ class Completion:
         if job.keys and not job.kind.writes_host and not job.kind.of_storage:
             self._index.unpin(job.keys, sweep=False)
         if job.checkpoint is not None:
-            self._index.release_checkpoint(job.checkpoint)
+            self._index.checkpoints.release(job.checkpoint)
         if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:

@@ -128,7 +128,7 @@ def check_invariants(
         )
         if checkpoint is not None:
             holds[checkpoint] = holds.get(checkpoint, 0) + 1
-    index.check_checkpoints(holds=holds, pending=piece_slots)
+    index.checkpoints.check_holds(holds=holds, pending=piece_slots)
     assert sum(held.values()) + num_late == buffer.num_reserved
     assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
     index.check_holds(pins=pins, pending=set(pending), quarantined=late_slots)

@@ -104,7 +104,7 @@ class LoadPlanner:
             checkpoint=checkpoint,
         )
         if checkpoint is not None:
-            self._index.hold_checkpoint(checkpoint)
+            self._index.checkpoints.hold(checkpoint)
         return request.promise.num_tokens
 
     def num_cached_tokens(self, request: RequestState, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
@@ -169,7 +169,7 @@ class LoadPlanner:
             most = min(most, (num_computed_tokens + request.limits.max_load_tokens) // size)
         request.last_boundary = min(most, len(request.keys))
         most = min(most, end)
-        found = self._index.find_checkpoint(request.keys, first, most)
+        found = self._index.checkpoints.find(request.keys, first, most)
         checkpoint, boundary, request.awaits_checkpoint = found
         request.checkpoint_chunk = boundary
         request.junction_chunk = most if most > boundary else 0
@@ -270,7 +270,7 @@ class LoadPlanner:
         if promise is not None:
             self._index.unpin(promise.keys)
             if promise.checkpoint is not None:
-                self._index.release_checkpoint(promise.checkpoint)
+                self._index.checkpoints.release(promise.checkpoint)
             self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
             self._breaker.cancel_probe(request.account)
 

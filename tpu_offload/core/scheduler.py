@@ -519,7 +519,7 @@ class OffloadScheduler:
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
         if request.rolling is not None:
-            self._index.settle_checkpoint(request.rolling)
+            self._index.checkpoints.settle(request.rolling)
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.limits.cache:
             self._storage.finish(request.keys)

@@ -242,7 +242,7 @@ class StorageReads:
         self._own_counts.promoted_chunks += len(keys)
         self._counts.promoted_nbytes += self._records.nbytes(slots)
         if is_piece:
-            self._index.complete_checkpoint(slots, success=True)
+            self._index.checkpoints.complete(slots, success=True)
             return
         self._index.complete(keys, slots, success=True)
         self._counts.promoted_tokens += len(keys) * self._chunk_tokens
@@ -252,7 +252,7 @@ class StorageReads:
         keys, slots = zip(*chunks, strict=True)
         quarantine = job.state is JobState.TIMED_OUT
         if is_piece:
-            self._index.complete_checkpoint(slots, success=False, quarantine=quarantine)
+            self._index.checkpoints.complete(slots, success=False, quarantine=quarantine)
         else:
             self._index.complete(keys, slots, success=False, quarantine=quarantine)
             self._mark_lost(keys)

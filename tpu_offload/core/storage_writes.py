@@ -141,7 +141,7 @@ class StorageWrites:
         self.offer(admitted)
         if self._has_checkpoints:
             for key in admitted:
-                checkpoint = self._index.checkpoint(key)
+                checkpoint = self._index.checkpoints.get(key)
                 if checkpoint is not None and not (checkpoint.rolls or checkpoint.num_pending):
                     self.offer_checkpoint(checkpoint)
 
@@ -159,7 +159,7 @@ class StorageWrites:
         """The host tier is about to evict a checkpoint; likewise."""
         if not self._admission.admits(checkpoint.key):
             return
-        pieces = self._index.pieces_of(checkpoint)
+        pieces = self._index.checkpoints.pieces_of(checkpoint)
         new = [p for p in pieces if not all(map(self._records.knows, self._records.of_slot(*p)))]
         if len(new) > MAX_DEMOTIONS:  # a part of it would be of no use
             self._counts.dropped_demotion_chunks += len(new)
@@ -249,9 +249,9 @@ class StorageWrites:
     def _add_checkpoints(self, batch: "_Batch") -> None:
         while self._checkpoints and not batch.is_full:
             key = next(iter(self._checkpoints))
-            checkpoint = self._index.checkpoint(key)
+            checkpoint = self._index.checkpoints.get(key)
             if checkpoint is not None and not checkpoint.num_pending:
-                fitted = [batch.add(piece, slot) for piece, slot in self._index.pieces_of(checkpoint)]
+                fitted = [batch.add(piece, slot) for piece, slot in self._index.checkpoints.pieces_of(checkpoint)]
                 if not all(fitted):
                     break  # the rest of it follows
             else:
@@ -298,8 +298,8 @@ class StorageWrites:
 
     def _num_missing(self, key: ChunkKey) -> int:
         """Records of a checkpoint that the tier does not have, as far as one step writes them."""
-        checkpoint = self._index.checkpoint(key)
-        pieces = self._index.pieces_of(checkpoint) if checkpoint is not None else ()
+        checkpoint = self._index.checkpoints.get(key)
+        pieces = self._index.checkpoints.pieces_of(checkpoint) if checkpoint is not None else ()
         names = [name for piece, slot in pieces for name in self._records.of_slot(piece, slot)]
         return min(sum(not self._records.knows(name) for name in names), self._records.max_in_flight // 2)
 

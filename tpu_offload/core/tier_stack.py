@@ -93,7 +93,7 @@ class TierStack:
     def hit_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A request loads a checkpoint from the host tier."""
         if self._tiers:
-            pieces = self._index.pieces_of(checkpoint)
+            pieces = self._index.checkpoints.pieces_of(checkpoint)
             for tier in self._tiers:
                 for piece, slot in pieces:
                     tier.records.touch(tier.records.of_slot(piece, slot))

@@ -83,7 +83,7 @@ class Transfers:
             self._queue.remove(load)
             self._index.unpin(load.keys)
             if load.checkpoint is not None:
-                self._index.release_checkpoint(load.checkpoint)
+                self._index.checkpoints.release(load.checkpoint)
         else:
             load.detached = True
             self._to_cancel[load.job_id] = load.waiting_for
@@ -112,7 +112,7 @@ class Transfers:
             self._end_save(job, bad)
         else:
             if job.checkpoint is not None and job.state is not JobState.FINISHED:
-                self._index.lose_pieces(self._bad_pieces(job, too_often=bool(too_often)))
+                self._index.checkpoints.lose_pieces(self._bad_pieces(job, too_often=bool(too_often)))
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
             self.mark_lost(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
@@ -299,10 +299,10 @@ class Transfers:
             bad.update(slots[i] for i in job.failed_blocks)
         good = [slot for slot in job.slots if slot not in bad]
         if good:
-            self._index.complete_checkpoint(good, success=True)
+            self._index.checkpoints.complete(good, success=True)
         if bad:
             quarantine = job.state is JobState.TIMED_OUT
-            self._index.complete_checkpoint(sorted(bad), success=False, quarantine=quarantine)
+            self._index.checkpoints.complete(sorted(bad), success=False, quarantine=quarantine)
 
     def _publish(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._index.complete(keys, slots, success=True)

@@ -4,8 +4,9 @@ vLLM schedules in one pass: it looks up waiting requests (`match`), grants block
 ends the pass with `plan`, which releases what was matched and not admitted.
 
 The block hashes are vLLM's own. They cover LoRA, cache salt and images, and only known tokens, so neither a placeholder
-of async scheduling nor a draft is ever in one. A block may be saved when it has a hash and the step computes all of it;
-for the latter every draft counts as accepted.
+of async scheduling nor a draft is ever in one.
+
+This file is long because every call of vLLM's scheduler is here, with what vLLM has done before it.
 """
 
 import dataclasses
@@ -28,17 +29,17 @@ from tpu_offload import (
     OffloadScheduler,
     OffloadStats,
     RequestLimits,
-    ScheduledRequest,
     StepPlan,
     StepReport,
     TierStats,
     Update,
 )
-from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, to_kv_events
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
-from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessages
+from tpu_offload.adapters.vllm.load_timing import LoadTiming
+from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessages
+from tpu_offload.adapters.vllm.offers import ActiveRequest, Offers
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
 from tpu_offload.adapters.vllm.rollback import Rollback
@@ -56,21 +57,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_STEPS_WITHOUT_LAYOUT = 16  # in which requests wait; with pipeline stages the first report comes some steps later
-
-
-@dataclasses.dataclass(slots=True)
-class _ActiveRequest:
-    """A request that holds blocks.
-
-    Attributes:
-      request: vLLM's request.
-      next_offer_tokens: with this many computed tokens there is a new block to save.
-      num_sent_tokens: leading tokens that the workers need not compare any more: the prompt, and those sent to them.
-    """
-
-    request: "Request"
-    next_offer_tokens: int = 0
-    num_sent_tokens: int = 0
 
 
 @final
@@ -114,12 +100,19 @@ class SchedulerSide:
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
         self._block_size = block_size
-        self._group_order = tuple(group_order)
-        self._is_reordered = self._group_order != (0,)
+        self._num_groups = len(group_order)
         self._state_groups = state_groups
-        self._retains_all_states = retains_all_states
         self._event_groups = event_groups
         self._event_sources = BlockSources() if record_events else None
+        self._offers = Offers(
+            block_size=block_size,
+            decode_save=config.decode_save,
+            group_order=group_order,
+            state_groups=state_groups,
+            retains_all_states=retains_all_states,
+            event_sources=self._event_sources,
+        )
+        self._load_timing = LoadTiming(sync_load=bool(config.sync_load), block_size=block_size)
         self._scheduler_id = uuid.uuid4().hex
         self._has_ranks = num_ranks > 1
         # A `DPScheduler` makes no steps for copies in flight alone.
@@ -133,15 +126,8 @@ class SchedulerSide:
         self._layouts: dict[int, KVLayout] = {}  # by worker id
         self._early_reports: list[StepReport] = []  # from before all stages have reported their layout
         self._num_steps_without_layout = 0
-        self._active: dict[str, _ActiveRequest] = {}
-        # The active requests that may have something new to save. Most requests only decode, and cost nothing per step.
-        self._offering: dict[str, _ActiveRequest] = {}
+        self._active: dict[str, ActiveRequest] = {}
         self._promised: set[str] = set()  # matched in this pass and not admitted yet
-        self._sync_blocks: dict[str, int] = {}  # per request, blocks that are loaded before the next step
-        self._max_sync_blocks = 0  # 0: no limit
-        # Requests that are loaded in the background, by the hash of the first block loaded, and the inverse.
-        self._background_loads: dict[BlockHash, str] = {}
-        self._background_first_hash: dict[str, BlockHash] = {}
         # Requests that waited for a load that has failed, until they are admitted again.
         self._failed_loads: set[str] = set()
         self._to_requeue: set[str] = set()  # those of them that vLLM still has among the requests that hold blocks
@@ -150,7 +136,6 @@ class SchedulerSide:
         self._admitted: set[str] = set()  # admitted in this pass
         self._unfinished: dict[str, Request] = {}  # from the first match on
         self._limits: dict[str, RequestLimits | None] = {}  # of unfinished requests
-        self._known_tokens: list[KnownTokens] = []  # for the next message
         self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks
         self._last_stats = OffloadStats()
         self._last_tier_stats: tuple[TierStats, ...] = ()
@@ -233,15 +218,12 @@ class SchedulerSide:
             return None, False
         if found.state is MatchState.MISS:
             return 0, False
-        before_step = self._loads_before_step(request_id, found.num_tokens)
-        if self._config.sync_load and not before_step:
+        before_step = self._load_timing.runs_before_step(request_id, found.num_tokens)
+        if not before_step:
             first = request.block_hashes[num_computed_tokens // self._block_size]
-            if self._is_being_loaded(first, request_id):
+            if not self._load_timing.begin_background(request_id, first, self._active_request):
                 self._offload.release(request_id)
                 return None, False
-            self._end_background_load(request_id)
-            self._background_loads[first] = request_id
-            self._background_first_hash[request_id] = first
         self._promised.add(request_id)
         return found.num_tokens, not before_step
 
@@ -255,16 +237,16 @@ class SchedulerSide:
         """vLLM has granted blocks; a request with a load waits for it while holding them."""
         request_id = request.request_id
         self._admitted.add(request_id)
-        self._active[request_id] = entry = _ActiveRequest(request, num_sent_tokens=request.num_prompt_tokens)
+        self._active[request_id] = entry = ActiveRequest(request, num_sent_tokens=request.num_prompt_tokens)
         # Without a layout there is no scheduler that applies limits.
         if request_id not in self._tainted and (self._offload is not None or not self._limits.get(request_id)):
-            self._offering[request_id] = entry
+            self._offers.add(entry)
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
         self._failed_loads.discard(request_id)
         self._to_requeue.discard(request_id)
         if self._offload is not None:
-            self._offload.admit(request_id, self._ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
+            self._offload.admit(request_id, self._offers.ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
         if self._has_ranks and num_loaded_tokens:
             self._awaited.add(request_id)
 
@@ -291,7 +273,7 @@ class SchedulerSide:
             for request_id in self._tainted.propagate(requests, admitted & requests.keys()):
                 if request_id not in admitted:  # an admitted one has nothing to save yet, and may have a load
                     self._stop_saving(request_id)
-                self._offering.pop(request_id, None)
+                self._offers.remove(request_id)
         message = PlanMessage(
             StepPlan(step_id=0),
             idle,
@@ -309,17 +291,15 @@ class SchedulerSide:
             self._offload.release(request_id)
         self._promised.clear()
         self._stats_changed |= self._offload.has_jobs  # checked before `plan_step` expires them
-        plan = self._offload.plan_step(self._requests_to_offer(output))
-        loads = plan.of(JobKind.LOAD)
-        in_background = frozenset(job.job_id for job in loads if job.request_id not in self._sync_blocks)
-        self._sync_blocks.clear()
+        plan = self._offload.plan_step(self._offers.of_step(output))
+        sync = self._load_timing.take_sync()
+        in_background = frozenset(job.job_id for job in plan.of(JobKind.LOAD) if job.request_id not in sync)
         self._apply_update(self._offload.take_update())  # not only on reports: workers may be silent
         self._stats_changed |= not plan.empty
-        known_tokens, self._known_tokens = tuple(self._known_tokens), []
         return dataclasses.replace(
             message,
             plan=plan,
-            known_tokens=known_tokens,
+            known_tokens=self._offers.take_known_tokens(),
             background_job_ids=in_background,
             is_timed=self._begin_timing(output, plan.step_id),
         )
@@ -394,7 +374,7 @@ class SchedulerSide:
 
     def _stop_saving(self, request_id: str) -> None:
         """Saves nothing more of a request. A load that it waits for continues, because vLLM waits for it, too."""
-        self._offering.pop(request_id, None)
+        self._offers.remove(request_id)
         entry = self._active.get(request_id)
         waits = entry is not None and entry.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if self._offload is not None and not waits:
@@ -419,7 +399,7 @@ class SchedulerSide:
             entry = self._active.get(request_id)
             if entry is not None and entry.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._failed_loads.add(request_id)
-                if len(self._group_order) > 1:  # with one, vLLM has reserved all that it needs
+                if self._num_groups > 1:  # with one, vLLM has reserved all that it needs
                     self._to_requeue.add(request_id)
 
     def _reoffer(self, request_id: str) -> None:
@@ -432,7 +412,7 @@ class SchedulerSide:
         entry = self._active.get(request_id)
         if entry is not None and request_id not in self._tainted:
             entry.next_offer_tokens = 0
-            self._offering[request_id] = entry
+            self._offers.add(entry)
 
     def finish(self, request_id: str) -> None:
         """The request ended, in any state."""
@@ -442,7 +422,7 @@ class SchedulerSide:
         self._to_requeue.discard(request_id)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
-        self._end_background_load(request_id)
+        self._load_timing.end_background(request_id)
         self._tainted.finish(request_id)
         self._rollback.finish(request_id)
         self._stats_changed = True
@@ -495,50 +475,20 @@ class SchedulerSide:
         if self._offload is not None:
             self._offload.check_invariants()
 
-    def _loads_before_step(self, request_id: str, num_tokens: int) -> bool:
-        """Whether the load of a request that was just matched runs before the step that computes its first tokens.
-
-        The whole batch waits for such loads, so those of one step are limited together. A request beyond the limit
-        waits for its load in vLLM's queue while others run.
-        """
-        if not self._config.sync_load:
-            return False
-        self._sync_blocks.pop(request_id, None)
-        num_blocks = -(-num_tokens // self._block_size)
-        if self._max_sync_blocks and sum(self._sync_blocks.values()) + num_blocks > self._max_sync_blocks:
-            return False
-        self._sync_blocks[request_id] = num_blocks
-        return True
-
-    def _is_being_loaded(self, first: BlockHash, request_id: str) -> bool:
-        """Whether another request waits for a load that begins with the same block.
-
-        vLLM finds loaded blocks in its prefix cache once the load has ended. Until then each request for one document
-        would load all of it into blocks of its own. A load ends after `job_timeout_s` at the latest.
-        """
-        other = self._active.get(self._background_loads.get(first, ""))
-        return (
-            other is not None
-            and other.request.request_id != request_id
-            and other.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        )
-
-    def _end_background_load(self, request_id: str) -> None:
-        """The request is no longer loaded in the background, or from another block on."""
-        first = self._background_first_hash.pop(request_id, None)
-        if first is not None and self._background_loads.get(first) == request_id:
-            del self._background_loads[first]
+    def _active_request(self, request_id: str) -> "Request | None":
+        entry = self._active.get(request_id)
+        return entry.request if entry is not None else None
 
     def _deactivate(self, request_id: str) -> bool:
         """Removes a request that holds no blocks any more. Returns whether it was active."""
-        self._offering.pop(request_id, None)
+        self._offers.remove(request_id)
         return self._active.pop(request_id, None) is not None
 
     def _make_scheduler(self) -> OffloadScheduler:
         layouts = [self._layouts[worker_id] for worker_id in sorted(self._layouts)]
         layout = KVLayout.of_stages(layouts) if self._num_stages > 1 else layouts[0]
         if self._config.load_path is not CopyPath.STAGED:  # the staging buffer limits staged loads
-            self._max_sync_blocks = self._config.max_load_blocks(layout)
+            self._load_timing.max_blocks = self._config.max_load_blocks(layout)
         return OffloadScheduler(
             self._config,
             layout,
@@ -546,72 +496,4 @@ class SchedulerSide:
             policy=self._policy,
             clock=self._clock,
             record_events=self._event_sources is not None,
-        )
-
-    def _requests_to_offer(self, output: "SchedulerOutput") -> list[ScheduledRequest]:
-        """The requests that complete a block in this step, for `plan_step`."""
-        changed = []
-        num_scheduled, tables = output.num_scheduled_tokens, output.kv_connector_block_state
-        states = tables.boundary_state_offloads if self._state_groups and tables is not None else {}
-        for request_id, entry in list(self._offering.items()):
-            num_scheduled_tokens = num_scheduled.get(request_id)
-            if num_scheduled_tokens is None:
-                continue
-            num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
-            if num_computed_tokens >= entry.next_offer_tokens or request_id in states:
-                assert tables is not None, "a step without block tables"
-                block_tables = self._ordered(tables.resolve_block_ids(request_id))
-                offered = self._offer(entry, block_tables, num_computed_tokens)
-                if self._state_groups:
-                    offered = self._with_states(offered, states.get(request_id, ()))
-                changed.append(offered)
-        return changed
-
-    def _with_states(self, offered: ScheduledRequest, states: Iterable[tuple[int, int, int]]) -> ScheduledRequest:
-        """A request with the rows that have its states after this step: those that vLLM names, and no others.
-
-        A row of vLLM's block table has the state of the tokens computed so far, not that of its place in the table.
-
-        Args:
-          offered: as in vLLM's block tables.
-          states: KV cache group, row and boundary in tokens.
-        """
-        table, retained = [NULL_BLOCK] * len(offered.block_tables[0]), []
-        for group, row, num_tokens in states:
-            is_at_block = num_tokens % self._block_size == 0 and 0 < num_tokens <= len(table) * self._block_size
-            if group == self._group_order[-1] and is_at_block:
-                table[num_tokens // self._block_size - 1] = row
-                retained.append(num_tokens)
-        return dataclasses.replace(
-            offered,
-            block_tables=[*offered.block_tables[:-1], table],
-            retained_tokens=() if self._retains_all_states else retained,
-        )
-
-    def _ordered(self, block_tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """vLLM's block tables in the order of the library's layer groups."""
-        return [block_tables[i] for i in self._group_order] if self._is_reordered else block_tables
-
-    def _offer(
-        self, entry: _ActiveRequest, block_tables: Sequence[Sequence[int]], num_computed_tokens: int
-    ) -> ScheduledRequest:
-        request, size = entry.request, self._block_size
-        num_offered = min(num_computed_tokens // size, len(request.block_hashes))
-        entry.next_offer_tokens = (num_offered + 1) * size
-        if not self._config.decode_save and entry.next_offer_tokens > request.num_prompt_tokens:
-            del self._offering[request.request_id]
-        if self._event_sources is not None:
-            self._event_sources.track(request)
-        num_tokens = num_offered * size
-        if num_tokens > entry.num_sent_tokens:
-            first, entry.num_sent_tokens = entry.num_sent_tokens, num_tokens
-            self._known_tokens.append(
-                KnownTokens(request.request_id, first, tuple(request.all_token_ids[first:num_tokens]))
-            )
-        return ScheduledRequest(
-            request_id=request.request_id,
-            block_tables=block_tables,
-            block_hashes=request.block_hashes,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
         )

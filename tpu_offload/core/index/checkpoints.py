@@ -463,6 +463,11 @@ class CheckpointTable:
         """
         self._pieces.lose(first, end)
 
+    def lose_pieces(self, slots: Iterable[int]) -> None:
+        """The pieces in these slots cannot be read: lookups find no checkpoint that contains one of them."""
+        for slot in slots:
+            self.lose(slot, slot + 1)
+
     def clear(self) -> list[Entries]:
         """Drops all. What loads hold or saves write keeps its slots. O(those).
 

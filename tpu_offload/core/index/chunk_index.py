@@ -23,7 +23,7 @@ from typing import final
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.ages import UseAges
 from tpu_offload.core.index.changes import ChangeLog, Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece, NewPieceKey
+from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance
@@ -32,7 +32,6 @@ from tpu_offload.core.index.slots import SlotAllocator, TierSlots, overlaps
 from tpu_offload.core.index.states import ChunkState, ChunkStates
 from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
-from tpu_offload.piece_keys import PieceKey
 from tpu_offload.types import ChunkKey
 
 MAX_REMOVED = 256
@@ -52,6 +51,10 @@ class ChunkIndex:
       window_chunks: per window group, how many chunks cover its window.
       first_state: the lowest slot of the states, above all slots of chunks; None without states.
       balance: with states: is told what is evicted for lack of slots.
+
+    Attributes:
+      checkpoints: those of the resident prefixes. What takes slots or needs the chunks, too, are methods of the index:
+        `begin_checkpoint`, `use_checkpoint`, `touch_checkpoint`.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class ChunkIndex:
         self._tier_slots = TierSlots() if first_state is None else TierSlots(first_state=first_state)
         self._slots, self._state_slots = self._tier_slots.chunks, self._tier_slots.states
         self._changes = ChangeLog() if record else None
-        self._checkpoints = CheckpointTable(
+        self.checkpoints = CheckpointTable(
             self._tier_slots,
             window_chunks,
             is_found=lambda key: self.state(key) is ChunkState.READY,
@@ -81,7 +84,7 @@ class ChunkIndex:
         self._evictor = Evictor(
             self._tree, self._states, self._slots, changes=self._changes, on_evict=self._note_evicted
         )
-        self._vacating = Vacating(self._tree, self._states, self._checkpoints, evict=self._evict)
+        self._vacating = Vacating(self._tree, self._states, self.checkpoints, evict=self._evict)
         self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
         self._discarded = Discarded()
@@ -130,22 +133,22 @@ class ChunkIndex:
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints, READY or being saved."""
-        return len(self._checkpoints)
+        return len(self.checkpoints)
 
     @property
     def num_window_chunks(self) -> int:
         """Slots that hold chunks of window groups."""
-        return self._checkpoints.num_window_chunks
+        return self.checkpoints.num_window_chunks
 
     @property
     def num_states(self) -> int:
         """Slots that hold states."""
-        return self._checkpoints.num_states
+        return self.checkpoints.num_states
 
     @property
     def num_evicted_checkpoints(self) -> int:
         """Checkpoints evicted so far, by themselves or with their prefix."""
-        return self._checkpoints.num_evicted
+        return self.checkpoints.num_evicted
 
     @property
     def has_changes(self) -> bool:
@@ -178,7 +181,7 @@ class ChunkIndex:
 
     def on_checkpoints(self, *, ready: Callable[[Checkpoint], None], evict: Callable[[Checkpoint], None]) -> None:
         """Registers the callbacks for checkpoints, see `CheckpointTable`."""
-        self._checkpoints.on_ready, self._checkpoints.on_evict = ready, evict
+        self.checkpoints.on_ready, self.checkpoints.on_evict = ready, evict
 
     def has_usable(self, slot: int) -> bool:
         """Whether a slot is usable: its memory is there, and is not about to be given away."""
@@ -225,7 +228,7 @@ class ChunkIndex:
     def vacate_states(self, num_slots: int) -> bool:
         """Likewise as `vacate`, the slots of states."""
         held = self._state_slots.held_from(num_slots)
-        self._checkpoints.evict_from(held)
+        self.checkpoints.evict_from(held)
         return _forget_if_vacated(self._state_slots, num_slots)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
@@ -352,7 +355,7 @@ class ChunkIndex:
         assert self._tree.slot_of.get(keys[0]) == slots[0], "a chunk completes in its own slot"
         if success:
             self._states.publish(slots)
-            self._checkpoints.publish(keys)
+            self.checkpoints.publish(keys)
             if self._changes is not None:
                 self._changes.add(keys, found=True)
             return
@@ -365,34 +368,6 @@ class ChunkIndex:
             self.sweep()
 
     # Checkpoints.
-
-    def find_checkpoint(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, bool]:
-        """See `CheckpointTable.find`."""
-        return self._checkpoints.find(keys, first, end)
-
-    def checkpoint(self, key: ChunkKey) -> Checkpoint | None:
-        """See `CheckpointTable.get`."""
-        return self._checkpoints.get(key)
-
-    def num_pieces(self, end: int) -> tuple[int, ...]:
-        """See `CheckpointTable.num_pieces`."""
-        return self._checkpoints.num_pieces(end)
-
-    def has_piece(self, piece: PieceKey) -> bool:
-        """See `CheckpointTable.has_piece`."""
-        return self._checkpoints.has_piece(piece)
-
-    def missing_pieces(self, keys: Sequence[ChunkKey], end: int) -> list[NewPieceKey]:
-        """See `CheckpointTable.missing_pieces`."""
-        return self._checkpoints.missing_pieces(keys, end)
-
-    def pieces_of(self, checkpoint: Checkpoint) -> list[tuple[PieceKey, int]]:
-        """See `CheckpointTable.pieces_of`."""
-        return self._checkpoints.pieces_of(checkpoint)
-
-    def settle_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """See `CheckpointTable.settle`."""
-        self._checkpoints.settle(checkpoint)
 
     def begin_checkpoint(
         self,
@@ -408,46 +383,25 @@ class ChunkIndex:
         def take(num_slots: int, num_states: int) -> list[int]:
             return self._take(num_slots, num_states, protected=(keys[end - 1],))
 
-        begun = self._checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before, rolls=rolls)
+        begun = self.checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before, rolls=rolls)
         if begun is not None:
             self._count_used(1, sum(piece.slot < self._tier_slots.first_state for piece in begun[1]))
             self._note_used(begun[0])
         return begun
 
-    def complete_checkpoint(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
-        """See `CheckpointTable.complete`."""
-        self._checkpoints.complete(slots, success=success, quarantine=quarantine)
-
-    def supersede_checkpoint(self, earlier: Checkpoint, *, by: Checkpoint) -> None:
-        """See `CheckpointTable.supersede`."""
-        self._checkpoints.supersede(earlier, by=by)
-
-    def hold_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """See `CheckpointTable.hold`."""
-        self._checkpoints.hold(checkpoint)
-
-    def release_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """See `CheckpointTable.release`."""
-        self._checkpoints.release(checkpoint)
-
     def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
         """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
-        resident = self._checkpoints.adopt(checkpoint)
+        resident = self.checkpoints.adopt(checkpoint)
         resident.was_loaded = True
-        self._checkpoints.settle(resident)
+        self.checkpoints.settle(resident)
         self.touch_checkpoint(resident)
         self._count_used(0, num_chunks)
-        self._count_used(1, len(checkpoint.slots) - self._checkpoints.has_states)
+        self._count_used(1, len(checkpoint.slots) - self.checkpoints.has_states)
 
     def touch_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A request used this checkpoint, or would have saved it."""
-        self._checkpoints.touch(checkpoint)
+        self.checkpoints.touch(checkpoint)
         self._note_used(checkpoint)
-
-    def lose_pieces(self, slots: Iterable[int]) -> None:
-        """The pieces in these slots cannot be read: lookups find no checkpoint that contains one of them."""
-        for slot in slots:
-            self._checkpoints.lose(slot, slot + 1)
 
     def end_quarantine(self, slots: Sequence[int]) -> None:
         """No copy will write these slots any more: they are free."""
@@ -463,7 +417,7 @@ class ChunkIndex:
         slots = range(first, min(end, len(self._tree.keys)))
         if slots:
             self._lost_slots.append(slots)
-        self._checkpoints.lose(first, end)
+        self.checkpoints.lose(first, end)
         return self._invalidate_lost()
 
     def invalidate(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
@@ -493,12 +447,12 @@ class ChunkIndex:
         if self._changes is not None:
             self._discarded.add(self._changes.clear())
         ages = self._ages.clear() if self._ages is not None else ()
-        for container in (*self._tree.clear(kept), *self._policy.clear(), *self._checkpoints.clear(), *ages):
+        for container in (*self._tree.clear(kept), *self._policy.clear(), *self.checkpoints.clear(), *ages):
             self._discarded.add(container)
         for keys, parent in self._tree.paths():
             self._policy.insert(_CLEARED, keys, parent)
         self._lost_slots = []
-        self._tier_slots.clear(kept | self._checkpoints.occupied())
+        self._tier_slots.clear(kept | self.checkpoints.occupied())
 
     def tidy(self) -> list[ChunkKey]:
         """Continues the work that large losses and `clear` deferred, for 3 ms at most.
@@ -524,9 +478,9 @@ class ChunkIndex:
         """Raises AssertionError unless tree, states, slots and policy agree. O(chunks + slots)."""
         self._tree.check_invariants()
         self._states.check_invariants()
-        self._checkpoints.check_invariants()
+        self.checkpoints.check_invariants()
         self._tier_slots.check_invariants(
-            [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self._checkpoints.occupied()]
+            [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self.checkpoints.occupied()]
         )
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
         if self._ages is not None:
@@ -544,10 +498,6 @@ class ChunkIndex:
         if quarantined is not None:
             assert self._tier_slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
 
-    def check_checkpoints(self, *, holds: dict[Checkpoint, int], pending: set[int]) -> None:
-        """See `CheckpointTable.check_holds`."""
-        self._checkpoints.check_holds(holds=holds, pending=pending)
-
     def _take(self, num_slots: int, num_states: int, protected: Container[ChunkKey]) -> list[int]:
         """Takes this many free slots of chunks, then of states, evicting where it must; none if there are fewer.
 
@@ -560,7 +510,7 @@ class ChunkIndex:
             self._make_room(num_slots, protected)
         if num_slots > len(free):
             return []
-        while len(free_states) < num_states and (checkpoint := self._checkpoints.evict_one(protected)) is not None:
+        while len(free_states) < num_states and (checkpoint := self.checkpoints.evict_one(protected)) is not None:
             if self._balance is not None and self._ages is not None:
                 age = max(0, self._ages.now - checkpoint.last_use)
                 self._balance.note_evicted(Pool.STATES, 1, age)
@@ -570,7 +520,7 @@ class ChunkIndex:
 
     def _make_room(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts until this many slots are free, or nothing more can be evicted."""
-        num_window = self._checkpoints.num_window_chunks
+        num_window = self.checkpoints.num_window_chunks
         if num_window * sum(self._num_used) > self._slots.num_usable * self._num_used[1]:
             self._evict_checkpoints(num_slots, protected)
         if num_slots > len(self._slots.free):
@@ -591,7 +541,7 @@ class ChunkIndex:
     def _evict_checkpoints(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts checkpoints, and the chunks that no request can use without them, until this many slots are free."""
         free = self._slots.free
-        while len(free) < num_slots and (checkpoint := self._checkpoints.evict_one(protected)) is not None:
+        while len(free) < num_slots and (checkpoint := self.checkpoints.evict_one(protected)) is not None:
             key: ChunkKey | None = checkpoint.key
             while key is not None and len(free) < num_slots and key not in protected and self._is_useless(key):
                 if self._on_evict is not None and not self._lost_slots:
@@ -606,7 +556,7 @@ class ChunkIndex:
             and self._evictor.is_leaf(key)
             and key not in self._states.pins
             and slot not in self._states.unready
-            and key not in self._checkpoints
+            and key not in self.checkpoints
         )
 
     def _evict(self, key: ChunkKey) -> ChunkKey | None:
@@ -615,7 +565,7 @@ class ChunkIndex:
         self._slots.free_first((slot,))
         self._policy.remove(key, parent)
         self._evictor.num_evicted += 1
-        self._checkpoints.evict_at((key,), keeps_memory=False)  # while slots are vacated; else there is none
+        self.checkpoints.evict_at((key,), keeps_memory=False)  # while slots are vacated; else there is none
         if self._ages is not None:
             self._ages.removed((key,), parent)
         if self._changes is not None:
@@ -626,7 +576,7 @@ class ChunkIndex:
         """Chunks were evicted, tail first, by the policy; `before` is the resident one before them."""
         if self._on_evict is not None and not self._lost_slots:  # else they may be among the lost ones
             self._on_evict(keys, slots)
-        self._checkpoints.evict_at(keys)
+        self.checkpoints.evict_at(keys)
         if self._ages is not None:
             self._ages.evicted(keys, before)
 
@@ -674,9 +624,9 @@ class ChunkIndex:
         self._policy.remove(key, parent)
         if self._ages is not None:
             self._ages.removed((key,), parent)
-        checkpoint = self._checkpoints.get(key)
+        checkpoint = self.checkpoints.get(key)
         if checkpoint is not None:
-            self._checkpoints.drop(checkpoint)
+            self.checkpoints.drop(checkpoint)
 
     def _invalidate_lost(self) -> list[ChunkKey]:
         """Invalidates chunks in lost slots, `MAX_REMOVED` of them at most."""
