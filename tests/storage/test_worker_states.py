@@ -102,7 +102,7 @@ class StateEngine(EngineBase):
 
     @property
     def memories(self):
-        return self.worker._tier.memories() + self.worker._tier.state_memories()
+        return self.worker._tier.pools.memories() + self.worker._tier.pools.state_memories()
 
     def host(self):
         """Per page group, the bytes of its memory, in slots: of chunks blocks together, of states rows."""
@@ -115,7 +115,7 @@ class StateEngine(EngineBase):
 
     def places(self, slot):
         """Per page group, the index of a slot in `host`; None if it is of another pool."""
-        is_state, num = slot >= self.first_state, len(self.worker._tier.memories())
+        is_state, num = slot >= self.first_state, len(self.worker._tier.pools.memories())
         return [
             (slot - self.first_state if is_state else slot) if (i >= num) == is_state else None
             for i in range(len(self.memories))
@@ -365,7 +365,7 @@ def test_slots_in_which_nothing_is_are_not_written():
 def test_a_state_that_was_lost_in_one_of_its_arrays_is_not_written(group):
     engine = StateEngine()
     engine.fill([0, engine.state(1)])
-    engine.worker._tier.state_memories()[group].lost[0, 1] = True
+    engine.worker._tier.pools.state_memories()[group].lost[0, 1] = True
     engine.run(engine.cascade((state(1), engine.state(1))), FAILED)
     assert engine.disk.values == {}
 

@@ -1,7 +1,7 @@
 """The host tier of one process: dispatches saves, loads in pieces, and the copies inside the forward pass.
 
 This module decides which blocks are copied in which step, within the staging budget and `max_load_gb_per_step`. The
-copies of each page group are in `worker.group_copies`.
+copies of each page group are in `worker.group_copies`, the memory is in `worker.tier_pools`.
 """
 
 import dataclasses
@@ -12,32 +12,24 @@ from typing import Any, final
 
 import jax
 
-from tpu_offload.config import ENV_PREFIX, CopyPath, OffloadConfig
-from tpu_offload.errors import ConfigError
+from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.kernels import (
     BySegment,
-    Copier,
-    DirectCopier,
     FusedOutcome,
     FusedPlanner,
     FusedStep,
     Phase,
-    TransferSpec,
-    choose_paths,
-    direct_spec,
     fused_sizes,
-    make_copiers,
 )
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import SegmentLimit, pinned_zeros
-from tpu_offload.types import CopyJob, Direction, HostDivision, HostStore, JobKind, StepPlan
+from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
-from tpu_offload.worker.division import HostPool, PoolDivision
 from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
-from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
+from tpu_offload.worker.host_memory import HostPlan
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.staging import StagingUsage
+from tpu_offload.worker.tier_pools import TierPools
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +41,7 @@ Batches = list[tuple[GroupCopies, BySegment]]
 
 @final
 class TierCopies:
-    """Owns the host pool of one process. All methods are called by the thread that dispatches the model.
+    """Copies between the caches and the host tier. All methods are called by the thread that dispatches the model.
 
     A copy that fails is reported as a failed result of its job.
 
@@ -61,6 +53,9 @@ class TierCopies:
       jobs: the worker's jobs in flight.
       fused: the engine runs the fused copies in its own step.
       wrap_copier: see `OffloadWorker`.
+
+    Attributes:
+      pools: the memory.
     """
 
     def __init__(
@@ -75,171 +70,59 @@ class TierCopies:
         wrap_copier: WrapCopier,
     ) -> None:
         self._jobs = jobs
-        self._wrap_copier = wrap_copier
-        chunks, states = pools.chunks, pools.states
-        self.segment_chunks = chunks.segment_chunks
-        self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
-        staging_blocks = config.staging_blocks(layout)
         # A row of states counts as the blocks of attention that take as long.
         rows = {}
         if layout.state_group is not None:
             rows[len(layout.groups) - 1] = -(-layout.state_group.block_nbytes // layout.block_nbytes)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout), sizes=rows)
+        self.pools = TierPools(
+            config,
+            layout,
+            kv_caches,
+            pools=pools,
+            jobs=jobs,
+            fused=fused,
+            wrap_copier=wrap_copier,
+            on_fail=self._backlog.fail,
+        )
+        self._groups = self.pools.groups
+        self._lockstep = self.pools.lockstep
         self._step_id = -1  # rises with every `begin` and `resume`
         self._num_ranks = layout.num_ranks
-        # Hosts that share one model must dispatch in the same order, although readiness differs between them.
-        self._lockstep = not kv_caches[0].sharding.is_fully_addressable
         # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, whosever it is.
         self._pool_of = layout.first_with_arrays
-        page_groups = [
-            (i, pages.layer_ids)
-            for i, group in enumerate(layout.groups)
-            if self._pool_of[i] == i
-            for pages in group.page_groups
-        ]
-        specs = [
-            TransferSpec.from_caches(
-                caches,
-                segment_blocks=states.segment_chunks if is_state else self.segment_chunks * config.blocks_per_chunk,
-                # No staged dispatch copies more blocks than the cache has, however large the budget.
-                capacity=min(staging_blocks, caches[0].shape[0] // layout.num_ranks),
-            )
-            for caches, is_state in (
-                ([kv_caches[i] for i in layer_ids], group_id == self._state_group_id)
-                for group_id, layer_ids in page_groups
-            )
-        ]
-        # Before memory is allocated: it may raise.
-        of_attention = [
-            spec for spec, (group_id, _) in zip(specs, page_groups, strict=True) if group_id != self._state_group_id
-        ]
-        self.paths = _choose_paths(config, of_attention, num_groups=len(layout.groups), fused=fused)
-        # One for each page group; those of a layer group copy the same blocks to the same places.
-        chunk_limit, state_limit = SegmentLimit(), SegmentLimit()
-        self._groups = [
-            self._make_group(
-                config,
-                group_id,
-                layer_ids,
-                spec,
-                pool=states if group_id == self._state_group_id else chunks,
-                limit=state_limit if group_id == self._state_group_id else chunk_limit,
-            )
-            for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
-        ]
-        self._division: PoolDivision | None = None
-        if pools.num_segments:
-            of_chunks = [group for group in self._groups if group.group_id != self._state_group_id]
-            of_states = [group for group in self._groups if group.group_id == self._state_group_id]
-            self._division = PoolDivision(
-                HostPool(of_chunks, chunk_limit, chunks.first_segments),
-                HostPool(of_states, state_limit, states.first_segments),
-                num_segments=pools.num_segments,
-            )
+        staging_blocks = config.staging_blocks(layout)
         self._staging = StagingUsage(
             staging_blocks,
             flights=lambda: ((group.group_id, group.flights) for group in self._groups),
             lockstep=self._lockstep,
         )
         self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
-        self._fused: ForwardPassCopies | None = None
-        if CopyPath.FUSED in self.paths.values():
-            assert len(self._groups) == 1, "fused copies support one page group"
-            blocks_per_chunk = config.blocks_per_chunk
-            sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
-            sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
-            planner = FusedPlanner(specs[0], blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
-            self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=staging_blocks)
+        self._fused = self._make_fused(config, staging_blocks)
         if not config.skip_jax_precompile:
             for copies in self._groups:
                 copies.compile()
 
-    def _make_group(
-        self,
-        config: OffloadConfig,
-        group_id: int,
-        layer_ids: Sequence[int],
-        spec: TransferSpec,
-        *,
-        pool: PoolPlan,
-        limit: SegmentLimit,
-    ) -> GroupCopies:
-        memory = HostMemory.allocate(spec, pool, limit=limit)
-        # A row of states is megabytes, and few move in a step: they need no staging buffer.
-        paths = self.paths if group_id != self._state_group_id else dict.fromkeys(Direction, CopyPath.DIRECT)
-        copiers = make_copiers(paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
-        wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
-        return GroupCopies(
-            group_id=group_id,
-            store=HostStore.HOST_TIER,
-            layer_ids=layer_ids,
-            memory=memory,
-            copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
-            jobs=self._jobs,
-            lockstep=self._lockstep,
-            on_fail=self._backlog.fail,
-        )
-
-    def memories(self) -> list[HostMemory]:
-        """Per page group of chunks, the host memory."""
-        return [group.memory for group in self._groups if group.group_id != self._state_group_id]
-
-    def state_memories(self) -> list[HostMemory]:
-        """Likewise, of states; none for a layout without them."""
-        return [group.memory for group in self._groups if group.group_id == self._state_group_id]
-
-    def sources(self) -> list[GroupCopies]:
-        """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
-        readers = [group.reader(self._direct(group)) for group in self._groups]
-        if self._division is not None:
-            self._division.add_readers(readers)
-        return readers
-
-    def _direct(self, group: GroupCopies) -> Copier:
-        copier, arena = group.copiers[Direction.LOAD], group.memory.arena
-        if isinstance(copier, DirectCopier):
-            return copier
-        direct = DirectCopier(direct_spec(group.memory.spec), arena, directions=(Direction.LOAD,))
-        return self._wrap_copier(direct, arena)
-
-    # Division of the memory into pools.
-
-    @property
-    def num_segments(self) -> int:
-        """Segments that both pools can have together; 0 without states."""
-        return self._division.num_segments if self._division is not None else 0
-
-    @property
-    def division_id(self) -> int:
-        """The last division that was begun; 0 without one."""
-        return self._division.division_id if self._division is not None else 0
-
-    def divide(self, division: HostDivision) -> None:
-        """Begins to move segments between the pools; `advance_division` continues."""
-        if self._division is not None:
-            self._division.begin(division)
-
-    def advance_division(self) -> None:
-        """Frees and allocates the segments that can be freed and allocated now. Does not wait."""
-        if self._division is not None:
-            self._division.advance()
-
-    @property
-    def num_chunks_ready(self) -> int:
-        """Chunks of the pool that are allocated; grows to the size of the pool."""
-        of_attention = [group for group in self._groups if group.group_id != self._state_group_id]
-        return min(group.memory.arena.num_chunks_ready for group in of_attention)
-
-    @property
-    def num_states_ready(self) -> int:
-        """Likewise, rows of the pool of states."""
-        of_states = page_groups_of(self._groups, self._state_group_id) if self._state_group_id is not None else ()
-        return min((group.memory.arena.num_chunks_ready for group in of_states), default=0)
+    def _make_fused(self, config: OffloadConfig, staging_blocks: int) -> ForwardPassCopies | None:
+        paths, blocks_per_chunk = self.pools.paths, config.blocks_per_chunk
+        if CopyPath.FUSED not in paths.values():
+            return None
+        assert len(self._groups) == 1, "fused copies support one page group"
+        spec = self._groups[0].memory.spec
+        sizes = fused_sizes(spec.capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
+        sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
+        planner = FusedPlanner(spec, blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
+        return ForwardPassCopies(self._groups[0], planner, jobs=self._jobs, staging_blocks=staging_blocks)
 
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight or in the backlog."""
         return bool(self._backlog) or any(group.flights for group in self._groups)
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Most bytes of HBM that the copies take on each device."""
+        return self.pools.hbm_nbytes
 
     @property
     def awaits_begin(self) -> bool:
@@ -258,35 +141,10 @@ class TierCopies:
         """Whether any path is `fused`."""
         return self._fused is not None
 
-    @property
-    def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that the copies take on each device."""
-        return sum(group.hbm_nbytes for group in self._groups)
-
-    def take_lost(self) -> tuple[tuple[int, int], ...]:
-        """Ranges (first, end) of slots of chunks lost since the last call."""
-        return _take_lost(group for group in self._groups if group.group_id != self._state_group_id)
-
-    def take_lost_states(self) -> tuple[tuple[int, int], ...]:
-        """Likewise, rows of states."""
-        return _take_lost(group for group in self._groups if group.group_id == self._state_group_id)
-
-    def wait_until_allocated(self) -> None:
-        """Blocks until the pool is allocated or its allocation has failed."""
-        for group in self._groups:
-            group.memory.arena.wait_until_allocated()
-
-    def stop_growing(self) -> None:
-        """Stops the allocation of the pool, without waiting for it."""
-        for group in self._groups:
-            group.memory.arena.stop_growing()
-
     def close(self) -> None:
-        """Frees the pool. The caller has waited for the copies in flight."""
+        """Frees the pools. The caller has waited for the copies in flight."""
         self._backlog.clear()
-        for group in self._groups:
-            group.flights.clear()
-            group.memory.arena.close()
+        self.pools.close()
 
     # Steps.
 
@@ -535,22 +393,3 @@ def _one_of_each_rank(jobs: Iterable[CopyJob]) -> list[list[CopyJob]]:
             together.append([])
         together[place].append(job)
     return together
-
-
-def _take_lost(groups: Iterable[GroupCopies]) -> tuple[tuple[int, int], ...]:
-    # What one page group has lost is useless in the others.
-    return tuple(sorted({lost for group in groups for lost in group.memory.arena.take_lost()}))
-
-
-def _choose_paths(
-    config: OffloadConfig, specs: Sequence[TransferSpec], *, num_groups: int, fused: bool
-) -> dict[Direction, CopyPath]:
-    """The path of each direction, for all page groups; `auto` is decided by the one with the largest blocks."""
-    if (len(specs) > 1 or num_groups > 1) and CopyPath.FUSED in (config.save_path, config.load_path):
-        what = f"{num_groups} layer groups" if num_groups > 1 else f"pages of {len(specs)} shapes or dtypes"
-        raise ConfigError(
-            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value}, {ENV_PREFIX}LOAD_PATH={config.load_path.value} for "
-            f"{what}; fused copies support one: set direct or staged"
-        )
-    largest = max(specs, key=lambda spec: spec.block_nbytes_per_device)
-    return choose_paths(config, largest, fused=fused and len(specs) == num_groups == 1)

@@ -44,6 +44,7 @@ from tpu_offload.worker.setup import check_caches, check_count, check_storage_of
 from tpu_offload.worker.storage_stack import StorageStack
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
+from tpu_offload.worker.tier_pools import TierPools
 from tpu_offload.worker.validate import sound_plan
 
 _logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class OffloadWorker:
                 kv_caches,
                 jobs=self._jobs,
                 available=max(0, (available or 0) - pools.nbytes),
-                tier=self._tier.sources() if self._tier is not None else (),
+                tier=self._tier.pools.sources() if self._tier is not None else (),
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
@@ -146,8 +147,8 @@ class OffloadWorker:
         return StorageStack(
             config,
             layout,
-            memories=self._tier.memories(),
-            state_memories=self._tier.state_memories(),
+            memories=self._tier.pools.memories(),
+            state_memories=self._tier.pools.state_memories(),
             jobs=self._jobs,
             worker_id=worker_id,
         )
@@ -220,7 +221,7 @@ class OffloadWorker:
         if not self._gate.begin(plan):
             return kv_caches
         if plan.division is not None and tier is not None:
-            tier.divide(plan.division)
+            tier.pools.divide(plan.division)
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
@@ -404,7 +405,7 @@ class OffloadWorker:
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
         # group may come before the job's result; until then the checks of jobs refuse its places.
-        lost = (self._tier.take_lost(), self._tier.take_lost_states()) if self._tier else ((), ())
+        lost = (self._tier.pools.take_lost(), self._tier.pools.take_lost_states()) if self._tier else ((), ())
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
         self._report = StepReport(
@@ -477,11 +478,11 @@ class OffloadWorker:
 
     def _tier_memory(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Slots of chunks and of states that are allocated; segments of both, and the division that is carried out."""
-        tier = self._tier
-        if tier is None:
+        if self._tier is None:
             return (0, 0), (0, 0)
-        tier.advance_division()
-        return (tier.num_chunks_ready, tier.num_states_ready), (tier.num_segments, tier.division_id)
+        pools = self._tier.pools
+        pools.advance_division()
+        return (pools.num_chunks_ready, pools.num_states_ready), (pools.num_segments, pools.division_id)
 
     def _refuse(self, jobs: Iterable[CopyJob], error: str) -> None:
         for job in jobs:
@@ -501,8 +502,9 @@ class OffloadWorker:
     def _copies(self) -> list[StorageStack | TierCopies | SwapCopies]:
         return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
 
-    def _pools(self) -> list[TierCopies | SwapCopies]:
-        return [copies for copies in (self._tier, self._swap) if copies is not None]
+    def _pools(self) -> list[TierPools | SwapCopies]:
+        tier = self._tier.pools if self._tier is not None else None
+        return [pools for pools in (tier, self._swap) if pools is not None]
 
     def _wait_for_one(self, until_s: float) -> bool:
         """Waits until `poll` can make progress; False if no copy lets it, or the time is up."""
