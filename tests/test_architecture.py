@@ -95,6 +95,27 @@ def test_only_adapters_import_other_engines(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"vllm", "tpu_inference"}
 
 
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
+
+
+def long_functions(tree):
+    """Functions that are too long, their docstrings apart."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=False)
+            num_lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
+            if num_lines > MAX_FUNCTION_LINES:
+                yield node.name
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_files_and_functions_are_short(path):
+    """A file that is longer says why at its top."""
+    num_lines = len((PACKAGE / path).read_text().splitlines())
+    assert num_lines <= MAX_FILE_LINES or re.search(r"\blong,? because\b", ast.get_docstring(MODULES[path]) or "")
+    assert list(long_functions(MODULES[path])) == []
+
+
 def reads_environment(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"):
@@ -385,3 +406,10 @@ def test_a_read_of_the_environment_is_found(source):
 def test_an_import_that_is_not_required_is_found():
     source = "def f():\n    from flax import nnx\n    import prometheus_client.core, vllm.config, json"
     assert needed("core/scheduler.py", ast.parse(source)) - REQUIRED[""] == {"flax"}
+
+
+def test_a_long_function_is_found():
+    body = "    x = 1\n"
+    docstring = '    """A.' + "\n    b" * 20 + '"""\n'
+    assert list(long_functions(ast.parse("def f():\n" + docstring + body * (MAX_FUNCTION_LINES - 1)))) == []
+    assert list(long_functions(ast.parse("class C:\n  def f(self):\n" + body * MAX_FUNCTION_LINES))) == ["f"]

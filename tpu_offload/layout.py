@@ -198,25 +198,7 @@ class KVLayout:
         for i, cache in enumerate(kv_caches):
             if not all(hasattr(cache, name) for name in ("shape", "dtype", "sharding")):
                 raise LayoutError(f"KV cache {i} is a {type(cache).__name__}; expected a jax array or shape struct")
-        if windows and (len(windows) != len(kv_caches) or min(windows) < 0):
-            raise LayoutError(
-                f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one per layer, in tokens, or 0"
-            )
-        of_attention = [i for i in range(len(kv_caches)) if i not in states]
-        if len(set(states)) < len(states) or not set(states) <= set(range(len(kv_caches))) or not of_attention:
-            raise LayoutError(
-                f"states={states} for {len(kv_caches)} KV caches; expected the positions of some of them, none twice"
-            )
-        if given and (windows or {i for _, ids in given for i in ids} != set(of_attention)):
-            raise LayoutError(
-                f"groups={given}, windows={windows} and states={states} for {len(kv_caches)} KV caches; expected each "
-                "of them in a group or among the states, and no windows"
-            )
-        windows = windows or (0,) * len(kv_caches)
-        layers_of = given or tuple(
-            (window, tuple(i for i in of_attention if windows[i] == window))
-            for window in sorted({windows[i] for i in of_attention})
-        )
+        layers_of = _layers_of_attention(len(kv_caches), windows, given, states)
         kinds = {False: LayerGroupKind.FULL_ATTENTION, True: LayerGroupKind.SLIDING_WINDOW}
         described = [
             _describe_group(kv_caches, layer_ids, kinds[window > 0], window=window) for window, layer_ids in layers_of
@@ -360,6 +342,34 @@ class KVLayout:
         stages = [stage.fingerprint().hex() for stage in self.stages]
         text = repr(("tpu_offload-layout-3", self.model, self.block_size, groups, *stages))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _layers_of_attention(
+    num_caches: int,
+    windows: Sequence[int],
+    given: Sequence[tuple[int, tuple[int, ...]]],
+    states: Sequence[int],
+) -> Sequence[tuple[int, tuple[int, ...]]]:
+    """Per layer group of attention its window and the positions of its arrays; see `KVLayout.from_caches`."""
+    if windows and (len(windows) != num_caches or min(windows) < 0):
+        raise LayoutError(
+            f"windows={list(windows)} for {num_caches} KV caches; expected one per layer, in tokens, or 0"
+        )
+    of_attention = [i for i in range(num_caches) if i not in states]
+    if len(set(states)) < len(states) or not set(states) <= set(range(num_caches)) or not of_attention:
+        raise LayoutError(
+            f"states={states} for {num_caches} KV caches; expected the positions of some of them, none twice"
+        )
+    if given and (windows or {i for _, ids in given for i in ids} != set(of_attention)):
+        raise LayoutError(
+            f"groups={given}, windows={windows} and states={states} for {num_caches} KV caches; expected each of them "
+            "in a group or among the states, and no windows"
+        )
+    windows = windows or (0,) * num_caches
+    return given or tuple(
+        (window, tuple(i for i in of_attention if windows[i] == window))
+        for window in sorted({windows[i] for i in of_attention})
+    )
 
 
 def _describe_group(

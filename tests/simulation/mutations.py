@@ -295,7 +295,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the wrong blocks are saved if a prefix has a hole",
-        "_Batch._add_all",
+        "SaveBatch._add_all",
         "[block_ids[i * size + j] for i in chunks for j in range(size)]",
         "[block_ids[(first + i) * size + j] for i in range(len(chunks)) for j in range(size)]",
     ),

@@ -83,9 +83,7 @@ class LoadPlanner:
             request.num_skipped_tokens = request.num_found_tokens
             return 0
         first_block = num_computed_tokens // self._block_size
-        num_window_blocks = 0
-        if checkpoint is not None:
-            num_window_blocks = sum(self._window_sizes(num_wanted))
+        num_window_blocks = sum(self._window_sizes(num_wanted)) if checkpoint is not None else 0
         num_blocks, num_staging_blocks = self._reserve(request, num_wanted, num_window_blocks, can_wait=can_wait)
         request.num_cut_load_blocks = num_wanted - num_blocks
         if not num_blocks:

@@ -4,18 +4,18 @@ Most blocks are saved after the step that computes them, or in a later one, whil
 the coming step takes from their request are saved before that step, or never (`core.early_saves`).
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tpu_offload.core.block_tables import Ids, plain, read_changes
+from tpu_offload.core.block_tables import Ids, read_changes
 from tpu_offload.core.checkpoint_saves import CheckpointSaves, Tail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.jobs import host_blocks, label_of
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.save_batch import SaveBatch
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.validate import check_iterable, check_scheduled
 from tpu_offload.errors import RequestError
@@ -27,46 +27,6 @@ _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of request
 MAX_CHUNKS_PER_PLAN = 2048
 """Chunks that one plan saves, apart from early saves; 2 us each, 5 ms in all. Prefill computes fewer in a step: with
 blocks of 16 tokens these are 32,768 tokens."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Batch:
-    """The chunks of one save job, as they are collected.
-
-    Attributes:
-      tables: per group with full attention, blocks of HBM.
-      keys: the chunks in them.
-      slots: the chunks' slots in the host tier.
-      request_ids: the requests that hold the blocks.
-    """
-
-    tables: list[list[int]]
-    keys: list[ChunkKey] = dataclasses.field(default_factory=list)
-    slots: list[int] = dataclasses.field(default_factory=list)
-    request_ids: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
-        """Adds the chunks of these numbers, ascending, of one request."""
-        if len(chunks) == blocks_per_chunk == 1:  # fast path: a request that generates
-            (first,) = chunks
-            for group_id, blocks in enumerate(self.tables):
-                blocks.append(int(request.block_tables[group_id][first]))
-            self.keys.append(request.keys[first])
-        else:
-            self._add_all(request, chunks, blocks_per_chunk)
-        self.slots += slots
-        self.request_ids.append(request.request_id)
-
-    def _add_all(self, request: RequestState, chunks: Sequence[int], size: int) -> None:
-        first, end, keys = chunks[0], chunks[-1] + 1, request.keys
-        are_consecutive = end - first == len(chunks)
-        self.keys += keys[first:end] if are_consecutive else [keys[i] for i in chunks]
-        for blocks, table in zip(self.tables, request.block_tables, strict=True):
-            if are_consecutive:
-                blocks += plain(table[first * size : end * size])
-            else:
-                block_ids = plain(table)
-                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
 
 
 class Offer(NamedTuple):
@@ -367,7 +327,7 @@ class SavePlanner:
         keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
         return any(key in self._backoff for key in keys)
 
-    def _plan_one(self, request: RequestState, batch: _Batch, room: int, *, is_use: bool) -> int:
+    def _plan_one(self, request: RequestState, batch: SaveBatch, room: int, *, is_use: bool) -> int:
         """Adds missing chunks of a request to `batch`, at most `room`; returns how many.
 
         With `is_use`, chunks that are in the host tier already count as used.
@@ -437,10 +397,10 @@ class SavePlanner:
                 self._num_unchained,
             )
 
-    def _new_batch(self) -> _Batch:
-        return _Batch([[] for _ in range(self._num_full_groups)])
+    def _new_batch(self) -> SaveBatch:
+        return SaveBatch([[] for _ in range(self._num_full_groups)])
 
-    def _plan_job(self, kind: JobKind, batch: _Batch, *, deadline_s: float) -> None:
+    def _plan_job(self, kind: JobKind, batch: SaveBatch, *, deadline_s: float) -> None:
         num_blocks = len(batch.tables[0])
         host_ids = host_blocks(batch.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
         job = self._jobs.plan(

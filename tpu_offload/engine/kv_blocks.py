@@ -14,6 +14,8 @@ a window's blocks from that before its last block boundary on, which is at most 
 
 References:
   vLLM, hybrid KV cache manager: groups of one size that share arrays, and sparse caching of windows.
+
+This file is long because all that takes or frees a block of any layer group is here.
 """
 
 import itertools

@@ -15,7 +15,6 @@ under another fingerprint, or with another size of records, is emptied and used 
 
 import dataclasses
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -23,7 +22,6 @@ import re
 import secrets
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -33,6 +31,7 @@ import xxhash
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.directory_lock import lock, unlock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.values import one_line
 
@@ -40,14 +39,13 @@ _logger = logging.getLogger(__name__)
 
 _GB = 2**30  # as in the settings
 _SEGMENT_NBYTES = 2**30
-_LOCK_AGAIN_S = 0.05
 _MAGIC = b"\x89TPUKVD\n"
 _VERSION = 1
 _HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nbytes, slots, generation, fingerprint
 _HINT_KEY_NBYTES = 46
 HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
 _HINT_FIELDS = struct.Struct(f"<QQH{_HINT_KEY_NBYTES}s")
-DIRECTORY_NAME, LOCK_NAME = "directory.bin", "lock"
+DIRECTORY_NAME = "directory.bin"
 SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
 _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (number) and direct (auto or off)"
 
@@ -423,59 +421,6 @@ def slots_per_segment(record_nbytes: int) -> int:
 def segment_name(number: int) -> str:
     """The name of a segment's file."""
     return f"segment-{number:03}.kv"
-
-
-def lock(path: str) -> int:
-    """Locks a worker's directory until `unlock`, or until the process has ended.
-
-    A process that was forked from this one, as vLLM's schedulers of data-parallel ranks are, does not hold the lock.
-
-    Returns:
-      The descriptor of the file.
-    Raises:
-      ConfigError: another process has locked it.
-      OSError: the file cannot be written.
-    """
-    fd = os.open(os.path.join(path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # `tpu-offload tier` takes it for an instant, to see whether it is held
-            time.sleep(_LOCK_AGAIN_S)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        _write(fd, 0, memoryview(f"pid {os.getpid()}".encode()))
-    except BlockingIOError:
-        user = os.pread(fd, 20, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise ConfigError(
-            f"{ENV_PREFIX}STORAGE_OPTIONS: {path} is used by another process{f' ({user})' if user else ''}; give each "
-            "engine a directory of its own"
-        ) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    _locks.add(fd)
-    return fd
-
-
-def unlock(fd: int) -> None:
-    """Releases the lock whose descriptor `lock` has returned; does nothing in a process that does not hold it."""
-    if fd in _locks:
-        _locks.remove(fd)
-        os.close(fd)
-
-
-_locks: set[int] = set()  # descriptors of the locks of this process
-
-
-def _close_locks() -> None:
-    """In a process that was just forked: `flock` locks are of all processes that have the file open."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_close_locks)
 
 
 def _allocated_nbytes(path: str) -> int:

@@ -16,17 +16,15 @@ from typing import final
 import numpy as np
 
 from tpu_offload.errors import ConfigError, TransferError
+from tpu_offload.storage.directory_lock import LOCK_NAME, lock, unlock
 from tpu_offload.storage.file import (
     DIRECTORY_NAME,
     HINT,
-    LOCK_NAME,
     SEGMENT_NAME,
     DirectoryHeader,
     FileOptions,
-    lock,
     segment_name,
     slots_per_segment,
-    unlock,
 )
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import Damage, Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector

@@ -62,20 +62,10 @@ class TierPools:
             if pool_of[i] == i
             for pages in group.page_groups
         ]
-        staging_blocks = config.staging_blocks(layout)
-        specs = []
-        for group_id, layer_ids in page_groups:
-            caches, is_state = [kv_caches[i] for i in layer_ids], group_id == self._state_group_id
-            segment_blocks = self.segment_chunks * config.blocks_per_chunk
-            # No staged dispatch copies more blocks than the cache has, however large the budget.
-            capacity = min(staging_blocks, caches[0].shape[0] // layout.num_ranks)
-            specs.append(
-                TransferSpec.from_caches(
-                    caches,
-                    segment_blocks=pools.states.segment_chunks if is_state else segment_blocks,
-                    capacity=capacity,
-                )
-            )
+        specs = [
+            self._make_spec(config, layout, [kv_caches[i] for i in layer_ids], pools, group_id)
+            for group_id, layer_ids in page_groups
+        ]
         # Before memory is allocated: it may raise.
         of_attention = [
             spec for spec, (group_id, _) in zip(specs, page_groups, strict=True) if group_id != self._state_group_id
@@ -88,7 +78,7 @@ class TierPools:
                 group_id,
                 layer_ids,
                 spec,
-                pool=pools.states if group_id == self._state_group_id else pools.chunks,
+                pool=self._plan_of(pools, group_id),
                 limit=state_limit if group_id == self._state_group_id else chunk_limit,
             )
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
@@ -100,6 +90,20 @@ class TierPools:
                 HostPool(self._of_states(), state_limit, pools.states.first_segments),
                 num_segments=pools.num_segments,
             )
+
+    def _plan_of(self, pools: HostPlan, group_id: int) -> PoolPlan:
+        return pools.states if group_id == self._state_group_id else pools.chunks
+
+    def _make_spec(
+        self, config: OffloadConfig, layout: KVLayout, caches: list[Any], pools: HostPlan, group_id: int
+    ) -> TransferSpec:
+        blocks_per_chunk = 1 if group_id == self._state_group_id else config.blocks_per_chunk
+        return TransferSpec.from_caches(
+            caches,
+            segment_blocks=self._plan_of(pools, group_id).segment_chunks * blocks_per_chunk,
+            # No staged dispatch copies more blocks than the cache has, however large the budget.
+            capacity=min(config.staging_blocks(layout), caches[0].shape[0] // layout.num_ranks),
+        )
 
     def _make_group(
         self,

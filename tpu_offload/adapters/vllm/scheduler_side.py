@@ -132,8 +132,7 @@ class SchedulerSide:
         self._failed_loads: set[str] = set()
         self._to_requeue: set[str] = set()  # those of them that vLLM still has among the requests that hold blocks
         self._computed_on_invalid = False
-        self._matched: set[str] = set()  # matched in this pass
-        self._admitted: set[str] = set()  # admitted in this pass
+        self._matched, self._admitted = set[str](), set[str]()  # in this pass
         self._unfinished: dict[str, Request] = {}  # from the first match on
         self._limits: dict[str, RequestLimits | None] = {}  # of unfinished requests
         self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks

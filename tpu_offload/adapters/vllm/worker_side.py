@@ -35,13 +35,13 @@ from tpu_offload import (
     JobResult,
     JobState,
     KVLayout,
+    OffloadConfig,
     OffloadWorker,
     StepPlan,
     StepReport,
 )
-from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
+from tpu_offload.adapters.vllm.cache_layout import describe_caches
 from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
-from tpu_offload.adapters.vllm.model_identity import model_identity
 from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
@@ -52,7 +52,6 @@ from tpu_offload.adapters.vllm.settings import (
     num_stages,
     read_config,
     state_groups,
-    windows,
 )
 from tpu_offload.adapters.vllm.stage_outputs import StageOutputs
 from tpu_offload.worker.arrays import renew
@@ -114,7 +113,7 @@ class WorkerSide:
         check_workers(count_hosts(), num_processes=jax.process_count())
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
-        layout = _describe_caches(runner)
+        layout = describe_caches(runner)
         if layout.num_ranks != count_ranks(vllm_config):
             raise ConfigError(
                 f"tpu_offload: the engine has {count_ranks(vllm_config)} data-parallel ranks, and its KV caches are "
@@ -154,6 +153,9 @@ class WorkerSide:
         self._ranks = RankMessages(layout.num_ranks) if layout.num_ranks > 1 else None
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
+        self._log_registered(config, layout, worker)
+
+    def _log_registered(self, config: OffloadConfig, layout: KVLayout, worker: OffloadWorker) -> None:
         states = ""
         if layout.state_group is not None:
             nbytes = layout.state_group.block_nbytes // layout.num_shards
@@ -422,50 +424,6 @@ class WorkerSide:
         else:
             self._invalidate(invalid)
         self._mark_received(job)
-
-
-def _describe_caches(runner: Any) -> KVLayout:
-    """The layout of a runner's caches.
-
-    Raises:
-      ConfigError: KV cache groups do not share their arrays.
-      LayoutError: these caches are not supported.
-    """
-    vllm_config, config = runner.vllm_config, runner.kv_cache_config
-    all_windows, of_states = windows(config), _state_arrays(runner)
-    caches = jax.tree.leaves(runner.kv_caches)
-    groups: list[tuple[int, range]] = []
-    if len(all_windows) > 1:
-        arrays = [_places(runner, group) for group in config.kv_cache_groups]
-        if max(map(len, arrays)) < len(caches) or any(own != set(range(len(own))) for own in arrays):
-            raise ConfigError(
-                f"tpu_offload: the layers of the KV cache groups are in the arrays {[sorted(own) for own in arrays]}; "
-                f"expected groups that share the {len(caches)} arrays, from 0 on: set --disable-hybrid-kv-cache-manager"
-            )
-        groups = [(window, range(len(caches))) for window in all_windows]
-    return KVLayout.from_caches(
-        caches,
-        block_size=vllm_config.cache_config.block_size,
-        model=model_identity(vllm_config),
-        groups=groups,
-        states=of_states,
-        null_block=NULL_BLOCK if groups or of_states else None,
-    )
-
-
-def _state_arrays(runner: Any) -> list[int]:
-    """The positions of the arrays of states in the list of all arrays of a runner."""
-    groups = runner.kv_cache_config.kv_cache_groups
-    places = {place for i in state_groups(runner.kv_cache_config) for place in _places(runner, groups[i])}
-    # A layer with a state has several arrays, in one place of the runner's list.
-    caches, structure = jax.tree.flatten(runner.kv_caches)
-    numbered = jax.tree.unflatten(structure, range(len(caches)))
-    return jax.tree.leaves([numbered[place] for place in sorted(places)])
-
-
-def _places(runner: Any, group: Any) -> set[int]:
-    """The places of a KV cache group's layers in the runner's list of caches."""
-    return {runner.layer_name_to_kvcache_index[name] for name in group.layer_names}
 
 
 def _process_index() -> int:

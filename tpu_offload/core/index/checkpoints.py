@@ -11,6 +11,8 @@ A checkpoint is READY once all of its pieces are saved. Lookups also find bounda
 but whose pieces are there (see `pieces`); a load makes a checkpoint of what it has found. A checkpoint is dropped as a
 whole, because a part of it is of no use at its boundary: the least recently used one when slots are short, one whose
 bytes are lost or never arrived, and the one at a full-attention chunk that is removed.
+
+This file is long because saves, lookups, evictions and losses change the same table, and keep its parts consistent.
 """
 
 from collections import OrderedDict

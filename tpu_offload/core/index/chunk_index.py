@@ -13,6 +13,9 @@ evicted.
 
 No call takes long, however many chunks there are. `clear` starts with new containers, and large losses are worked off a
 slice at a time; `tidy`, which is called in every step, finishes both.
+
+This file is long because all calls of the index are here; most are a few lines, and the work is in the other modules
+of this package.
 """
 
 import contextlib
