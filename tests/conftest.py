@@ -10,6 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.grids import mark_wide
 from tests.kept_programs import KeptPrograms, compiled_once_each
 
 # The same examples in every run, and no limits by the clock: a busy machine passes, too.
@@ -86,8 +87,13 @@ def pytest_configure(config):
             os.environ["XLA_FLAGS"] = f"{flags} {_EIGHT_DEVICES}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config, items):
-    """With several processes the files that take longest come first: no process is left with one at the end."""
+    """Marks what only the whole suite runs, and orders the files.
+
+    With several processes the files that take longest come first: no process is left with one at the end.
+    """
+    mark_wide(items)
     if hasattr(config, "workerinput"):
         places = {path: place for place, path in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: places.get(item.location[0], len(places)))

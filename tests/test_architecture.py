@@ -103,7 +103,7 @@ def long_functions(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False)
-            num_lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
+            num_lines = (node.end_lineno or 0) - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
             if num_lines > MAX_FUNCTION_LINES:
                 yield node.name
 

@@ -34,6 +34,7 @@ def run(main, tmp_path, capsys):
     return call
 
 
+@pytest.mark.wide
 def test_transfer_as_a_command(tmp_path):
     """It makes devices before it imports jax, so it cannot run in this process."""
     path = tmp_path / "t.json"
@@ -157,6 +158,7 @@ def test_index(run):
     assert report["memory"][0]["ours"]["bytes_per_chunk"] > 24  # its key
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history")
 def test_compare_commits(run):
     sweep = "--num-indexed 1000 --prompt-chunks 10 --chunks-timed 150"

@@ -7,6 +7,7 @@ import pytest
 from tests.adapters.llm_client import conversations, ours, tokens
 from tests.adapters.test_hybrid_models import FEW_BLOCKS, MANY_BLOCKS, NO_PREFIX_CACHE, answers, num_cached
 from tests.adapters.test_llm import assert_nothing_leaked
+from tests.grids import few
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ PIECES = {"gemma3": "num_window_chunks", "qwen3.5": "num_states"}
 
 
 @pytest.mark.parametrize("model", PIECES)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", few(SETUPS, "defaults", "async scheduling, answers saved"))
 def test_answers_equal_those_without_a_connector(process, plain, model, setup):
     changes, settings, counted = SETUPS[setup]
     engine = FEW_BLOCKS[model] | changes

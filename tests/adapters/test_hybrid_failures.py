@@ -11,6 +11,7 @@ from tests.adapters.llm_client import conversations, ours, tokens
 from tests.adapters.test_checkpoints import ASYNC, DOCUMENT, EMPTY_HBM, GENERATE, PROMPTS
 from tests.adapters.test_hybrid_models import MANY_BLOCKS, NO_PREFIX_CACHE, answers, num_cached
 from tests.adapters.test_llm import assert_nothing_leaked
+from tests.grids import few
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +35,7 @@ SCARCE = {
 }
 
 
-@pytest.mark.parametrize(("model", "scheduling"), SCARCE)
+@pytest.mark.parametrize(("model", "scheduling"), few(SCARCE, ("gemma3", "async"), ("qwen3.5", "async")))
 def test_requests_that_are_preempted_and_a_host_tier_that_evicts(process, plain, model, scheduling):
     num_blocks, steps = SCARCE[model, scheduling]
     engine = {"num_gpu_blocks_override": num_blocks} | (ASYNC if scheduling == "async" else {})

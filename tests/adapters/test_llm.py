@@ -7,6 +7,7 @@ import pytest
 
 from tests.adapters.kv_router import KVRouter
 from tests.adapters.llm_client import conversations, ours, tokens
+from tests.grids import few_setups
 from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
 pytestmark = pytest.mark.vllm
@@ -78,7 +79,7 @@ MIXED_SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("engine", "settings"), MIXED_SETUPS.values(), ids=MIXED_SETUPS)
+@pytest.mark.parametrize(("engine", "settings"), few_setups(MIXED_SETUPS, "async scheduling, answers saved"))
 def test_layers_with_two_page_shapes(process, engine, settings):
     """As Gemma-4 has them: heads of 128 in its sliding layers, of 256 in the others."""
     spec = {"model": "gemma4", "engine": engine, "steps": conversations()}

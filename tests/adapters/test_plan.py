@@ -7,6 +7,7 @@ import pytest
 from scripts.vllm_cpu.cpu_shim import HBM_NBYTES
 from tests.adapters.llm_client import Process
 from tests.adapters.llm_runs import MODELS
+from tests.grids import few
 from tpu_offload.plan import (
     AttentionLayers,
     Serving,
@@ -56,7 +57,7 @@ def ranked(tmp_path_factory, kept_vllm):
 
 @pytest.mark.parametrize(
     ("model", "num_devices", "num_ranks"),
-    [("qwen3, 4 heads", 4, 2), ("gemma3", 2, 2), ("qwen3.5", 2, 2), ("deepseek", 4, 4)],
+    few([("qwen3, 4 heads", 4, 2), ("gemma3", 2, 2), ("qwen3.5", 2, 2), ("deepseek", 4, 4)], ("deepseek", 4, 4)),
 )
 def test_ranks_share_the_blocks(ranked, model, num_devices, num_ranks):
     strategy = {"enable_dp_attention": True, "attn_dp_size": num_ranks}

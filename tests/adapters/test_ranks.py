@@ -11,6 +11,7 @@ import pytest
 from tests.adapters.llm_client import ROOT, Process, conversations, ours, tokens
 from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
 from tests.adapters.test_llm import assert_nothing_leaked
+from tests.grids import few
 from tests.storage.memory_tier import SHARED
 from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
@@ -133,7 +134,7 @@ def test_ranks_without_prefix_caching_are_refused(ranked):
     assert "prefix caching is off with 2 data-parallel ranks in one engine" in outcome["error"]
 
 
-@pytest.mark.parametrize("model", [MODEL, "gemma3", "qwen3.5", "deepseek"])
+@pytest.mark.parametrize("model", few([MODEL, "gemma3", "qwen3.5", "deepseek"], "gemma3", "deepseek"))
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_another_engine_finds_what_both_ranks_have_in_files(ranked, tmp_path, model, async_scheduling):
     """Each rank has files of its own; in the second engine requests go to the rank that has their prefix there."""
@@ -341,6 +342,7 @@ def test_schedulers_end_with_the_process_that_forked_them():
     code = """
 import os, time
 from tests.adapters.llm_probes import die_with_parent
+from tests.grids import few
 die_with_parent()
 if os.fork() == 0:
     print(os.getpid(), flush=True)

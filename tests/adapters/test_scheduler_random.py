@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from tests.adapters.random_modes import MODES
 from tests.adapters.random_runs import RandomRun
+from tests.grids import few
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
 NUM_RUNS = {name: 40 if mode.has_windows else 50 for name, mode in MODES.items()}
 NUM_RUNS |= {name: 25 for name, mode in MODES.items() if mode.has_states or mode.mixed_heads}
 _counts: dict[str, Counter[str]] = {name: Counter() for name in MODES}
+modes = pytest.mark.parametrize("mode", few(MODES, "sync-async", "stages", "states-async", "windows-async"))
 _settings = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@modes
 def test_random_runs(mode):
     @settings(_settings, max_examples=NUM_RUNS[mode])
     @given(seed=st.integers(0, 10**6))
@@ -32,7 +34,7 @@ def test_random_runs(mode):
     check()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@modes
 def test_what_the_runs_must_show_has_happened(mode):
     """The counts differ somewhat from one run of the tests to the next, with the moments at which copies end."""
     counts, groups = _counts[mode], MODES[mode].has_groups

@@ -10,6 +10,7 @@ import pytest
 
 from tests.adapters.llm_client import Process, conversations, ours
 from tests.adapters.test_llm import EMPTY_HBM, GENERATE, NO_PREEMPTION, PROMPTS, STAGED, answers, assert_nothing_leaked
+from tests.grids import few, few_setups
 
 pytestmark = pytest.mark.vllm
 
@@ -63,7 +64,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "method"), SETUPS.values(), ids=SETUPS)
+@pytest.mark.parametrize(("settings", "method"), few_setups(SETUPS, "synchronous loads"))
 def test_answers_equal_those_without_a_connector(stages, right, settings, method):
     """Evictions and preemptions, loads that fail or destroy the caches in one stage, resets, aborts."""
     again = [*EMPTY_HBM, GENERATE]
@@ -138,7 +139,7 @@ PYTORCH_MODELS: dict[str, tuple[dict[str, Any], dict[str, str], tuple[int, int],
 }
 
 
-@pytest.mark.parametrize("model", PYTORCH_MODELS)
+@pytest.mark.parametrize("model", few(PYTORCH_MODELS, "gemma4"))
 def test_models_that_tpu_inference_runs_with_pytorch(stages, model):
     """Pages of two shapes, of which one stage has only one; windows in one group; latents on one device a stage."""
     changes, env, num_layers, num_page_groups = PYTORCH_MODELS[model]

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from tests.cli.conftest import TINY_BENCH
+from tests.grids import few
 from tpu_offload import KVLayout, OffloadConfig, OffloadWorker
 from tpu_offload.cli.main import main
 from tpu_offload.copy_profile import CopyProfile
@@ -76,6 +77,7 @@ def test_without_model_steps(small_buffers, tmp_path, capsys):
     assert all(f["delay_s"] is f["step_s"] is f["reported_s"] is None for f in figures)
 
 
+@pytest.mark.wide
 def test_several_devices_and_float8(small_buffers, tmp_path, capsys):
     path = tmp_path / "p.json"
     assert bench("--devices", "4", "--dtype", "float8_e4m3fn", "--output", str(path)) == 0
@@ -186,6 +188,7 @@ def test_too_little_device_memory_is_one_line(small_buffers, tmp_path, monkeypat
     assert "out of device memory (RESOURCE_EXHAUSTED: no room); make --num-layers" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
     command = [sys.executable, "-m", "tpu_offload.cli.main", "bench"]
     command += ["--num-layers", "1", "--devices", "1", "--num-blocks", "1", "3", "--rounds", "100000"]
@@ -212,7 +215,7 @@ def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("num_interrupts", [1, 3])
+@pytest.mark.parametrize("num_interrupts", few([1, 3], 1))
 def test_interrupt_while_compiling(tmp_path, num_interrupts):
     """Long compilations run on threads; neither the first nor the second Ctrl-C waits for them."""
     size = ["--num-layers", "64", "--page-shape", "4", "8", "2", "8", "--devices", "1", "--num-blocks", "64"]

@@ -197,6 +197,7 @@ def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
     assert err.count("\n") == 1
 
 
+@pytest.mark.wide
 def test_interrupt_reports_what_is_finished(tmp_path):
     flags = "replay", "--preempt", *TINY, "--requests", "400", "--concurrency", "4"
     page = tmp_path / "r.html"

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.cli.conftest import interrupted_run
+from tests.grids import few
 from tests.storage import servers
 from tpu_offload.cli.main import main
 from tpu_offload.engine.hosts import HostRunner
@@ -287,7 +288,7 @@ def test_interrupt_reports_what_is_finished(tmp_path):
     assert report["offload"]["num_requests"] == 0
 
 
-@pytest.mark.parametrize(("redirect", "status"), [("| true", 141), (">&-", 0), ("2>&-", 0)])
+@pytest.mark.parametrize(("redirect", "status"), few([("| true", 141), (">&-", 0), ("2>&-", 0)], ("| true", 141)))
 def test_closed_output(redirect, status):
     """The status is not 1, which means that outputs differ, and there is no traceback."""
     command = " ".join([sys.executable, "-m", "tpu_offload.cli.main", "replay", *TINY, "--requests", "2"])
@@ -297,6 +298,7 @@ def test_closed_output(redirect, status):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.wide
 def test_two_processes(tmp_path, capsys):
     """Tokens equal those of one process, with and without offloading."""
     path = tmp_path / "r.json"

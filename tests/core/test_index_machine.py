@@ -13,6 +13,7 @@ from hypothesis.stateful import (
 )
 
 from tests.core.plain_index import INVALID, PENDING, READY, PlainIndex, Resident
+from tests.grids import few
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
 from tpu_offload.types import ChunkKey
@@ -366,7 +367,7 @@ def _slices_end_soon(monkeypatch):
     monkeypatch.setattr(run_keys, "_PIECE", 2)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", few(POLICIES, first=2))
 def test_index(name):
     num_examples = SETTINGS.max_examples if name == DEFAULT_POLICY else SETTINGS.max_examples // 3
     machine = type(name, (IndexMachine,), {"name": name})

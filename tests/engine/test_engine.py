@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tests.grids import few
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.errors import RequestError
 
@@ -32,12 +33,15 @@ def roomy_outputs():
 
 @pytest.mark.parametrize(
     "changes",
-    [
+    few(
+        [
+            {"num_blocks": 32},
+            {"num_blocks": 40, "max_num_batched_tokens": 7},
+            {"num_blocks": 64, "max_num_seqs": 1, "enable_prefix_caching": False},
+            {"block_size": 16, "num_blocks": 9, "max_num_seqs": 8},
+        ],
         {"num_blocks": 32},
-        {"num_blocks": 40, "max_num_batched_tokens": 7},
-        {"num_blocks": 64, "max_num_seqs": 1, "enable_prefix_caching": False},
-        {"block_size": 16, "num_blocks": 9, "max_num_seqs": 8},
-    ],
+    ),
     ids=str,
 )
 def test_outputs_do_not_depend_on_sizes(roomy_outputs, changes):

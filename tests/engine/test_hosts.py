@@ -104,6 +104,7 @@ def test_tokens_equal_those_of_one_process(expected):
             os.kill(pid, 0)
 
 
+@pytest.mark.wide
 def test_storage_of_both_hosts_survives_a_restart(expected, tmp_path):
     """Chunks, windows and states; each host in files of its own. Damage of one host's is computed."""
     offload = OffloadConfig.create(

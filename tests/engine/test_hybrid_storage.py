@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, WINDOWED, num_loaded, rounds, serve_rounds
 from tests.engine.test_save_modes import results
+from tests.grids import few
 from tests.storage.memory_tier import FAULTY, NAME
 from tests.storage.test_engine import serve_slowly
 from tpu_offload import OffloadConfig
@@ -42,15 +43,20 @@ def plain(model):
 
 @pytest.mark.parametrize(
     "changes",
-    [
+    few(
+        [
+            {},
+            {"save_path": "staged", "load_path": "staged"},
+            {"storage_write_on": "eviction"},
+            {"blocks_per_chunk": 2},
+            {"storage_admission": "second_sighting"},
+            {"storage_tier": (NAME, NAME), "num_storage_chunks": (100, 600)},
+            {"storage_tier": FAULTY},
+        ],
         {},
-        {"save_path": "staged", "load_path": "staged"},
         {"storage_write_on": "eviction"},
-        {"blocks_per_chunk": 2},
-        {"storage_admission": "second_sighting"},
-        {"storage_tier": (NAME, NAME), "num_storage_chunks": (100, 600)},
         {"storage_tier": FAULTY},
-    ],
+    ),
     ids=["cascade", "staged", "demotion", "two blocks a chunk", "second sighting", "two tiers", "faults"],
 )
 def test_tokens_are_the_same(model, plain, changes):

@@ -367,6 +367,7 @@ def test_random_lives_read_what_they_wrote(seed):
 COUNTS = dict.fromkeys(("hit", "state hit", "resumed", "forked", "preempted", "runs"), 0)
 
 
+@pytest.mark.wide
 def test_those_lives_were_eventful():
     if COUNTS["runs"] < 60:
         pytest.skip("not all of the random lives were lived")

@@ -136,6 +136,7 @@ def test_chunks_neighbours_and_rows_change_no_bits(lab, one_by_one, seed):
     assert_same_bits(lab.compute(chunks, seed=seed), one_by_one)
 
 
+@pytest.mark.wide
 def test_other_block_sizes_and_budgets_change_no_bits():
     """At the widths of the default model, because XLA's code depends on them."""
     wide = dataclasses.replace(ModelConfig(), num_layers=2, state_layers=(0,))

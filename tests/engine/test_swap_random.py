@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, TINY, WINDOWED, make_request, random_tokens
+from tests.grids import few
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena
@@ -220,7 +221,7 @@ def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed)
 SAVING: Counter[Any] = Counter()
 
 
-@pytest.mark.parametrize("save_on", ["eviction", "preemption", "compute,eviction,preemption"])
+@pytest.mark.parametrize("save_on", few(["eviction", "preemption", "compute,eviction,preemption"], "eviction"))
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
 @seeds(5)
 def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
@@ -233,6 +234,7 @@ def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
 STATES: Counter[Any] = Counter()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("reference", ["states"], indirect=True)
 @seeds(4)
 def test_states_in_the_tier_and_swapped(reference, seed):

@@ -157,6 +157,7 @@ def test_chunks_neighbours_and_places_change_no_bits(lab, one_by_one, seed):
     assert_same_bits(lab.compute(chunks, seed=seed), one_by_one)
 
 
+@pytest.mark.wide
 def test_other_block_sizes_and_budgets_change_no_bits():
     """At the widths of the default model, because XLA's matrix multiplication depends on them."""
     wide = dataclasses.replace(ModelConfig(), num_layers=2, sliding_window=37, window_layers=(0,))

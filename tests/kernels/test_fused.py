@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.caches import DTYPES, pointers, random_caches, random_like
+from tests.grids import few
 from tpu_offload.kernels import (
     BlockMoves,
     FusedCopies,
@@ -50,7 +51,9 @@ def segment_bytes(segment):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_devices", "num_stripes", "blocks_per_chunk"), [(1, 1, 1), (8, 3, 2), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("num_devices", "num_stripes", "blocks_per_chunk"), few([(1, 1, 1), (8, 3, 2), (1, 2, 3)], (8, 3, 2))
+)
 def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_stripes, blocks_per_chunk):
     rng = np.random.default_rng(1)
     caches = random_caches(rng, dtype=dtype, num_devices=num_devices, num_layers=4)

@@ -5,6 +5,7 @@ A few short runs of the rig; `scripts/multiprocess` runs more.
 
 import pytest
 
+from tests.grids import few
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.messages import Faults, Setup, Transport
 from tests.multiprocess.run import run_setup
@@ -66,7 +67,9 @@ def test_copies_that_fail_on_one_process(run, settings):
 
 
 @pytest.mark.parametrize(
-    ("windows", "num_rows"), [((9,), 0), ((), 40), ((5, 14), 40)], ids=["windows", "states", "windows and states"]
+    ("windows", "num_rows"),
+    few([((9,), 0), ((), 40), ((5, 14), 40)], ((5, 14), 40)),
+    ids=["windows", "states", "windows and states"],
 )
 def test_layer_groups(run, windows, num_rows):
     """Every byte of every group, with failures on one process and restarts; and the same copies without them."""

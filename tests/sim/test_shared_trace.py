@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.grids import few
 from tests.sim.traces import SHARED_TRACE, needs_shared_trace
 from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.sim import TierSetup, belady_hits, read_traces, replay
@@ -29,7 +30,7 @@ def test_what_is_in_it(trace):
     assert trace.notes == ()
 
 
-@pytest.mark.parametrize("share", KNOWN)
+@pytest.mark.parametrize("share", few(KNOWN, first=2))
 def test_known_figures(trace, share):
     num_chunks = round(share * trace.num_unique_blocks)
     lru = sum(replay(trace, LRUPolicy(), TierSetup(num_chunks)).host_hits) / trace.num_blocks

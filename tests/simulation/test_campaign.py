@@ -40,6 +40,7 @@ def outcome():
     return run_seeds(SEEDS, NUM_STEPS)
 
 
+@pytest.mark.wide
 def test_no_rule_is_broken(outcome):
     for seed, violation in outcome.violations.items():
         setup, actions, _ = shrink.minimal(*generate(seed, NUM_STEPS))
@@ -62,6 +63,7 @@ def test_requests_end_soon_after_the_faults(outcome):
     assert outcome.totals["most steps to finish"] < 1500
 
 
+@pytest.mark.wide
 def test_a_seed_gives_the_same_run_in_every_process():
     """A run does not depend on the order of sets or on memory addresses."""
     code = (

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.grids import few
 from tests.simulation import cli, shrink, trace
 from tests.simulation.groups import make_groups
 from tests.simulation.memory import Junk, Prefixes, Violation, kv
@@ -233,6 +234,7 @@ def test_an_unknown_action_is_an_error():
         World(Setup()).act(("dance", 0, 0))
 
 
+@pytest.mark.wide
 def test_a_failing_trace_is_shrunk(bug):
     _, setup, actions = first_failing()
     small_setup, small, violation = shrink.minimal(setup, actions, seconds=20)
@@ -287,7 +289,7 @@ def test_a_bad_flag_is_one_line(argv, capsys):
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", few([1, 2], 2))
 def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
     # Not by preexec_fn, which would fork. Children of a background process ignore Ctrl-C.
     code = (

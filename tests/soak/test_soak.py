@@ -184,6 +184,7 @@ def test_jobs_without_an_end_are_a_failure():
     assert soak_report.failures(report) == ["2 jobs or slots were not released when an engine was idle"]
 
 
+@pytest.mark.wide
 def test_interrupt_reports_what_is_there(tmp_path):
     flags = "300", *TINY, "--requests", "400"
     report = interrupted_run("tests.soak", *flags, path=tmp_path / "r.json", during="baseline")

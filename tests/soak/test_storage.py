@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.grids import few
 from tests.soak import storage as soak_storage
 from tests.soak.cli import main
 from tests.soak.faults import Fault
@@ -115,12 +116,15 @@ def report_of(tmp_path, *flags, model=(), status=0):
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [
+    few(
+        [
+            ("file-faulty", ()),
+            ("valkey", ()),
+            ("file-faulty", ("--model", "state", "--num-layers", "4")),
+            ("valkey", ("--model", "hybrid", "--num-layers", "4")),
+        ],
         ("file-faulty", ()),
-        ("valkey", ()),
-        ("file-faulty", ("--model", "state", "--num-layers", "4")),
-        ("valkey", ("--model", "hybrid", "--num-layers", "4")),
-    ],
+    ),
 )
 def test_a_soak_above_storage(tmp_path, capsys, direct, steps_as_time, kind, model):
     if kind == "valkey" and servers.valkey_binary() is None:
@@ -154,6 +158,7 @@ def test_damage_that_nothing_finds_is_noticed(tmp_path, monkeypatch, capsys, dir
     assert "SOAK FAILED: outputs differ in" in said
 
 
+@pytest.mark.wide
 def test_files_that_are_never_closed_are_noticed(monkeypatch, capsys, direct, steps_as_time):
     step = Engine.step
     leaked: list[int] = []

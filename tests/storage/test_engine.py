@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, serve_rounds, tokens_of
+from tests.grids import few
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
@@ -62,15 +63,18 @@ def plain():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"save_path": "staged", "load_path": "staged"},
-        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)},
-        {"blocks_per_chunk": 3, "num_cpu_chunks": 10},
-        {"decode_save": True},
-        {"max_storage_gb_in_flight": 1e-9},
-        {"num_storage_chunks": 40},
-    ],
+    few(
+        [
+            {},
+            {"save_path": "staged", "load_path": "staged"},
+            {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)},
+            {"blocks_per_chunk": 3, "num_cpu_chunks": 10},
+            {"decode_save": True},
+            {"max_storage_gb_in_flight": 1e-9},
+            {"num_storage_chunks": 40},
+        ],
+        first=2,
+    ),
     ids=str,
 )
 def test_conversations_return_through_storage(plain, changes):

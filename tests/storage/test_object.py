@@ -225,6 +225,7 @@ def own_server():
         yield server, s3_url(server, "bucket")
 
 
+@pytest.mark.wide
 def test_a_server_that_freezes_dies_and_returns_empty():
     with own_server() as (server, url), opened(url) as tier:
         write(tier, key_of(1), 1)

@@ -8,6 +8,7 @@ import importlib.util
 
 import pytest
 
+from tests.grids import few
 from tests.tpu_compile.harness import ALL_PROGRAMS
 from tests.tpu_compile.page_shapes import PAGES, case
 
@@ -45,6 +46,12 @@ CASES = [
     ("tpu7x:2x2x1", "state of 64 x 64", 1, 520, ("direct_load",)),  # written in turn
     ("tpu7x:2x2x1", "latent 576, row-major", 1, 520, DIRECT),
 ]
+QUICK = CASES[3], CASES[12], CASES[14], CASES[23]  # one for each chip
+
+
+cases_of_pages = pytest.mark.parametrize(
+    "which", few(CASES, *QUICK, unpack=False), ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}"
+)
 
 
 @functools.cache
@@ -59,7 +66,7 @@ def measured(compiler, topology):
     return {c[:4]: [next(results) for _ in c[4]] for c in chosen}
 
 
-@pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
+@cases_of_pages
 def test_copies_stay_within_their_bound(compiler, which):
     for result in measured(compiler, which[0])[which[:4]]:
         name = result["program"]
@@ -68,7 +75,7 @@ def test_copies_stay_within_their_bound(compiler, which):
         assert result["collectives"] == [], name
 
 
-@pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
+@cases_of_pages
 def test_what_is_donated_is_updated_in_place(compiler, which):
     for result in measured(compiler, which[0])[which[:4]]:
         if result["program"] in ("direct_load", "scatter"):  # in tiles, which may be padded

@@ -97,6 +97,7 @@ def test_the_table_is_that_of_the_terminal(browser, made):
     assert ["prompt tokens computed", *(f"{n:,}" for n in computed), f"{computed[1] / computed[0]:.2f}"] in rows
 
 
+@pytest.mark.wide
 def test_swap(browser, made):
     report, page = made("replay", "--preempt", "--rounds", "2", "--requests", "10", *TINY, "--concurrency", "8")
     check_page(browser, page)

@@ -197,6 +197,7 @@ def test_the_same_calls_give_the_same_decisions(make) -> None:
     assert decisions.run(make()) == decisions.run(make())
 
 
+@pytest.mark.wide
 def test_nothing_depends_on_the_hash_seed() -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", "from tests.core.policies import decisions; decisions.show()"]

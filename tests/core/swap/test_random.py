@@ -104,6 +104,7 @@ def test_random_life(seed):
     COUNTS.update(RandomLife(seed).run(250) | Counter(num_lives=1))
 
 
+@pytest.mark.wide
 def test_the_lives_were_lively():
     """Everything that can happen has happened, if all of them have run."""
     if COUNTS["num_lives"] < len(SEEDS):
