@@ -7,7 +7,7 @@ import pytest
 
 from tests.adapters.kv_router import KVRouter
 from tests.adapters.llm_client import conversations, ours, tokens
-from tests.grids import few_setups
+from tests.grids import few, few_setups
 from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
 pytestmark = pytest.mark.vllm
@@ -100,7 +100,14 @@ def test_wrong_kv_of_two_page_shapes_would_be_noticed(process):
     assert first != second
 
 
-@pytest.mark.parametrize(("engine", "env", "settings", "counted"), SETUPS.values(), ids=SETUPS)
+@pytest.mark.parametrize(
+    ("engine", "env", "settings", "counted"),
+    few_setups(
+        SETUPS,
+        *("defaults", "staged", "async scheduling", "no prefix caching", "speculation, answers saved"),
+        *("async scheduling, answers saved", "little of both, staged"),
+    ),
+)
 def test_answers_equal_those_without_a_connector(process, plain, engine, env, settings, counted):
     steps = conversations()
     expected = plain(steps, engine)
@@ -364,7 +371,9 @@ def test_too_little_hbm(process, plain):
         assert answers(outcome) == answers(plain([GENERATE], {}))
 
 
-@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40), ("gemma3", 40), ("qwen3.5", 60)])
+@pytest.mark.parametrize(
+    ("model", "mib"), few([("qwen3", 20), ("gemma4", 40), ("gemma3", 40), ("qwen3.5", 60)], first=2)
+)
 def test_vllm_gets_as_many_blocks_as_without_a_connector(process, model, mib):
     by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
     spec = {"model": model, "engine": by_memory, "hbm_nbytes": mib << 20, "steps": [GENERATE]}

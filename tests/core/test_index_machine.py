@@ -367,7 +367,7 @@ def _slices_end_soon(monkeypatch):
     monkeypatch.setattr(run_keys, "_PIECE", 2)
 
 
-@pytest.mark.parametrize("name", few(POLICIES, first=2))
+@pytest.mark.parametrize("name", few(POLICIES, "density"))
 def test_index(name):
     num_examples = SETTINGS.max_examples if name == DEFAULT_POLICY else SETTINGS.max_examples // 3
     machine = type(name, (IndexMachine,), {"name": name})

@@ -20,6 +20,7 @@ from tests.engine.helpers import (
     serve_rounds,
 )
 from tests.engine.test_save_modes import results
+from tests.grids import few, few_setups
 from tpu_offload import ConfigError, JobKind, OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.engine.offloading import Seams
@@ -58,7 +59,9 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "max_tokens", "changes"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("config", "max_tokens", "changes"), few_setups(CASES, "direct", "little host memory", "preemption, async", "swap")
+)
 def test_tokens_are_the_same(model, plain, config, max_tokens, changes):
     engine = Engine(model, config, offload=make_offload(**changes))
     engine.wait_for_host_memory()
@@ -74,7 +77,7 @@ def test_tokens_are_the_same(model, plain, config, max_tokens, changes):
     engine.close()
 
 
-@pytest.mark.parametrize("group_id", range(3))
+@pytest.mark.parametrize("group_id", few(range(3), 1))
 def test_wrong_bytes_of_any_group_would_be_noticed(model, plain, group_id):
     engine = Engine(model, TIGHT, offload=make_offload())
     begin_step = engine._offload._worker.begin_step

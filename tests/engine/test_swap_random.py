@@ -243,6 +243,7 @@ def test_states_in_the_tier_and_swapped(reference, seed):
     STATES["evicted"] += stats.num_evicted_checkpoints
 
 
+@pytest.mark.wide
 def test_those_runs_saved_and_loaded_states():
     if STATES["runs"] < 4:
         pytest.skip("not all of the random runs were executed")
@@ -266,6 +267,7 @@ def save_at(reference, save_on, seed, *, tier):
     )
 
 
+@pytest.mark.wide
 def test_those_runs_saved_and_loaded():
     if SAVING["runs"] < 15:
         pytest.skip("not all of the random runs were executed")
@@ -273,6 +275,7 @@ def test_those_runs_saved_and_loaded():
     assert len(SAVING) == 5
 
 
+@pytest.mark.wide
 def test_those_runs_swapped_enough():
     if COUNTS["runs"] < 3 * (3 * 2 * 3 + 3 * 2) + 15 + 4:
         pytest.skip("not all of the random runs were executed")

@@ -14,6 +14,7 @@ import pytest
 
 from tests.core.policies import decisions, example
 from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
+from tests.grids import few
 from tpu_offload.config import EvictionPolicyName, OffloadConfig
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import (
@@ -226,7 +227,7 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "priorities"])
+@pytest.mark.parametrize("name", few([*POLICIES, "priorities"], "density", "priorities"))
 def test_its_memory_is_bounded_by_the_tier(name, monkeypatch) -> None:
     monkeypatch.setattr(density, "_MIN_TRACKED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
