@@ -749,7 +749,7 @@ MUTATIONS = (
     Mutation(
         "the first state is loaded, whose ever it is",
         "LoadPlanner._state_parts",
-        "promise.checkpoint.slots[-1] - self._first_state",
+        "checkpoint.slots[-1] - self._first_state",
         "0",
     ),
     Mutation("a boundary without a state is saved", "CheckpointSaves._read", "_ == [self._null_block]", "False"),

@@ -38,7 +38,7 @@ class Job:
 
     Attributes:
       wire: what is sent to the workers.
-      what: names it in a log line, with its requests.
+      label: its requests, or of a storage job what it copies, for log lines.
       account: the holder of its staging blocks.
       keys: chunks of the host tier that it reads and has pinned, or that it writes and has made PENDING.
       slots: their slots.
@@ -63,7 +63,7 @@ class Job:
     """
 
     wire: CopyJob
-    what: str
+    label: str
     account: str
     keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
@@ -109,6 +109,11 @@ class Job:
     def saves_checkpoints(self) -> bool:
         """Whether it saves pieces of checkpoints, which have slots and no keys of their own."""
         return bool(self.slots) and not self.keys
+
+    @property
+    def what(self) -> str:
+        """What it does and for whom, for a log line."""
+        return f"{self.kind.value} of {self.label if self.kind.of_storage else f'request {self.label}'}"
 
     @property
     def consequence(self) -> str:
@@ -312,7 +317,7 @@ class JobTable:
         self._next_job_id += 1
         job = Job(
             wire=wire,
-            what=f"{kind.value} of {request}" if kind.of_storage else f"{kind.value} of request {request}",
+            label=request,
             account=account,
             keys=keys,
             slots=slots,

@@ -89,7 +89,7 @@ class LoadPlanner:
         if not num_blocks:
             return 0
         end_block = first_block + num_blocks
-        keys = request.keys[self._chunk(first_block) : self._chunk(end_block - 1) + 1]
+        keys = request.keys[first_block // self._blocks_per_chunk : -(-end_block // self._blocks_per_chunk)]
         self._index.pin(keys)
         self._breaker.begin(request.account)
         request.promise = Promise(
@@ -123,7 +123,7 @@ class LoadPlanner:
         if not request.limits.cache:
             request.num_found_chunks = 0
             return [], 0, None
-        first_chunk = self._chunk(num_computed_tokens // self._block_size)
+        first_chunk = num_computed_tokens // (self._block_size * self._blocks_per_chunk)
         if request.use.num_in_hbm != first_chunk:
             request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
         slots = self._index.find(request.keys, first_chunk)
@@ -309,12 +309,15 @@ class LoadPlanner:
                 raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
         full_tables = tables[: self._num_full_groups]
         block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in full_tables]
-        window_parts = self._window_parts(request, promise, tables, end_block)
-        num_window_blocks = sum([len(part.block_ids) for part in window_parts])
-        state_parts = self._state_parts(request, promise, tables, end_block)
+        num_window_blocks, checkpoint_parts = 0, []
+        if promise.checkpoint is not None:
+            checkpoint_parts = self._window_parts(request, promise.checkpoint, tables, promise.first_block, end_block)
+            num_window_blocks = sum([len(part.block_ids) for part in checkpoint_parts])
+            checkpoint_parts += self._state_parts(request, promise.checkpoint, tables, end_block)
         num_staging_blocks = min(num_blocks * self._num_full_groups + num_window_blocks, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
-        first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
+        first_chunk = promise.first_block // self._blocks_per_chunk
+        end_chunk = -(-end_block // self._blocks_per_chunk)
         keys = promise.keys
         if end_chunk - first_chunk < len(keys):
             keys = keys[: end_chunk - first_chunk]
@@ -334,8 +337,7 @@ class LoadPlanner:
                     CopyPart(group_id=group_id, block_ids=tuple(ids), host_block_ids=host_ids)
                     for group_id, ids in enumerate(block_ids)
                 ]
-                + window_parts
-                + state_parts
+                + checkpoint_parts
             ),
             request_id=request.request_id,
             account=request.account,
@@ -353,20 +355,22 @@ class LoadPlanner:
         return load
 
     def _window_parts(
-        self, request: RequestState, promise: Promise, tables: Sequence[Sequence[int]], end_block: int
+        self,
+        request: RequestState,
+        checkpoint: Checkpoint,
+        tables: Sequence[Sequence[int]],
+        load_start: int,
+        end_block: int,
     ) -> list[CopyPart]:
         """What a load copies of its checkpoint: per window group, the blocks that are not in HBM yet.
 
         Raises:
           RequestError: a block table has no block there.
         """
-        checkpoint = promise.checkpoint
-        if checkpoint is None:
-            return []
         parts, size, first_slot = [], self._blocks_per_chunk, 0
         for group_id, num_blocks, num_chunks in zip(
             self._window_group_ids,
-            self._window_sizes(end_block - promise.first_block),
+            self._window_sizes(end_block - load_start),
             checkpoint.num_pieces,
             strict=False,  # a state is the last piece
         ):
@@ -385,7 +389,7 @@ class LoadPlanner:
         return parts
 
     def _state_parts(
-        self, request: RequestState, promise: Promise, tables: Sequence[Sequence[int]], end_block: int
+        self, request: RequestState, checkpoint: Checkpoint, tables: Sequence[Sequence[int]], end_block: int
     ) -> list[CopyPart]:
         """What a load copies of its checkpoint's state: one row.
 
@@ -393,10 +397,10 @@ class LoadPlanner:
           RequestError: as `_window_parts`.
         """
         group_id = self._state_group_id
-        if promise.checkpoint is None or group_id is None:
+        if group_id is None:
             return []
         row = self._read_held(request, tables[group_id], group_id, end_block - 1, end_block)
-        place = promise.checkpoint.slots[-1] - self._first_state
+        place = checkpoint.slots[-1] - self._first_state
         return [CopyPart(group_id=group_id, block_ids=tuple(row), host_block_ids=(place,))]
 
     def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, first: int, end: int) -> list[int]:
@@ -412,6 +416,3 @@ class LoadPlanner:
                 f"{first + block_ids.index(self._null_block)}; its load needs {first} to {end - 1}"
             )
         return block_ids
-
-    def _chunk(self, block: int) -> int:
-        return block // self._blocks_per_chunk
