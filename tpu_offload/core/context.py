@@ -143,7 +143,7 @@ class TierContext:
 
     @property
     def num_full_groups(self) -> int:
-        """Those with full attention, which come first; each has its own part of a chunk's slot."""
+        """Those with full attention, which come first. One, if the host tier is on (`KVLayout.check_tier`)."""
         return self.num_groups - len(self.window_chunks) - self.has_states
 
     @property

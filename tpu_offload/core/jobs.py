@@ -175,7 +175,7 @@ class WaitingLoad:
       slots: the chunks' slots in the host tier.
       num_valid_tokens: the request's tokens that were in HBM before it.
       num_staging_blocks: staging blocks that it holds; 0 if it needs none, or waits for some.
-      checkpoint: the checkpoint that it reads; held. None without window groups.
+      checkpoint: the checkpoint that it reads; held. None without windows and states.
       waits_until_s: time after which it stops waiting for staging blocks.
       failed_blocks: positions of blocks that can no longer be copied.
       all_failed: none of its blocks can be used.

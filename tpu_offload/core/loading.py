@@ -307,13 +307,21 @@ class LoadPlanner:
         for table in tables:
             if len(table) < end_block:
                 raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
-        full_tables = tables[: self._num_full_groups]
-        block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in full_tables]
-        num_window_blocks, checkpoint_parts = 0, []
+        host_ids = host_blocks(
+            promise.slots,
+            blocks_per_chunk=self._blocks_per_chunk,
+            first=promise.first_block % self._blocks_per_chunk,
+            num_blocks=num_blocks,
+        )
+        parts = []
+        for group_id, table in enumerate(tables[: self._num_full_groups]):
+            block_ids = read_ids(request.request_id, table, promise.first_block, end_block)
+            parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
+        num_window_blocks = 0
         if promise.checkpoint is not None:
-            checkpoint_parts = self._window_parts(request, promise.checkpoint, tables, promise.first_block, end_block)
-            num_window_blocks = sum([len(part.block_ids) for part in checkpoint_parts])
-            checkpoint_parts += self._state_parts(request, promise.checkpoint, tables, end_block)
+            window_parts = self._window_parts(request, promise.checkpoint, tables, promise.first_block, end_block)
+            num_window_blocks = sum([len(part.block_ids) for part in window_parts])
+            parts += window_parts + self._state_parts(request, promise.checkpoint, tables, end_block)
         num_staging_blocks = min(num_blocks * self._num_full_groups + num_window_blocks, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk = promise.first_block // self._blocks_per_chunk
@@ -325,20 +333,8 @@ class LoadPlanner:
             self._index.unpin(promise.keys)
         self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
-        host_ids = host_blocks(
-            promise.slots,
-            blocks_per_chunk=self._blocks_per_chunk,
-            first=promise.first_block % self._blocks_per_chunk,
-            num_blocks=num_blocks,
-        )
         request.load = load = WaitingLoad(
-            parts=tuple(
-                [
-                    CopyPart(group_id=group_id, block_ids=tuple(ids), host_block_ids=host_ids)
-                    for group_id, ids in enumerate(block_ids)
-                ]
-                + checkpoint_parts
-            ),
+            parts=tuple(parts),
             request_id=request.request_id,
             account=request.account,
             keys=keys,

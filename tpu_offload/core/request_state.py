@@ -26,7 +26,7 @@ class Promise:
       keys: the chunks that hold those blocks; pinned.
       slots: their slots.
       num_staging_blocks: staging blocks that the load holds; 0 if it needs none, or will wait for some.
-      checkpoint: the window chunks at its end; held. None without window groups.
+      checkpoint: the pieces at its end; held. None without windows and states.
       lost: the host memory of some chunks is gone; the load will fail.
     """
 
@@ -64,7 +64,7 @@ class RequestState:
       num_looked_up_tokens: tokens that its last match looked up, until that is counted (see `OffloadStats`).
       num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
-      num_checkpoint_chunks: the last boundary at which its window blocks were to be saved.
+      num_checkpoint_chunks: the last boundary whose checkpoint was to be saved.
       junction_chunk: where its last match would have found a longer prefix, had there been a checkpoint; else 0.
       checkpoint_chunk: the boundary at which its last match can continue, or where its computed tokens end.
       last_boundary: the last boundary at which it could continue, were everything in the host tier.

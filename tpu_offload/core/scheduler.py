@@ -453,7 +453,7 @@ class OffloadScheduler:
 
     @property
     def has_loads(self) -> bool:
-        """Whether a load from the host tier is planned or in flight; a load that timed out counts while it may run."""
+        """Whether a load from the host tier is planned or in flight; of those that timed out staged ones count, too."""
         return bool(self._jobs.of(JobKind.LOAD) or self._jobs.late(JobKind.LOAD))
 
     @property

@@ -16,7 +16,8 @@ Why a block may be overwritten as soon as `end_step` has returned (rule 4 of the
 dispatches take effect in that order. On TPU and GPU they run in that order. On every backend a donated buffer, and the
 next step donates the caches, is not written before the programs dispatched earlier have read it. So a save dispatched
 after the forward pass reads what the pass wrote, and nothing that a later step writes; and a forward pass dispatched
-after a load reads the loaded blocks. No method waits for a copy: `poll` checks whether its token is ready.
+after a load reads the loaded blocks. No method waits for a copy, unless it says so: `poll` checks whether its token is
+ready.
 
 This file is long because the documentation of every call that an engine makes is here.
 """
@@ -61,7 +62,7 @@ class OffloadWorker:
     """Owns the host pool of one process and copies between it and the KV caches.
 
     All methods are called by the thread that dispatches the model. A copy that fails is reported as a FAILED result;
-    `begin_step` and `end_step` raise only if the caches are lost.
+    `begin_step`, `end_step` and `resume_loads` raise only if the caches are lost.
 
     Args:
       config: the settings.
@@ -211,10 +212,11 @@ class OffloadWorker:
         Returns:
           The caches to use from now on.
         Raises:
-          CachesLostError: a load failed after its program had taken the donated caches. With `end_step`, the only
-            methods that raise after construction: without caches the engine cannot continue. Every job of the plan
-            that had not begun is cancelled, and no `end_step` follows; the next plan comes with new caches. Plans that
-            were made before the scheduler knew of the loss may still come: their jobs are cancelled.
+          CachesLostError: a load failed after its program had taken the donated caches. With `end_step` and
+            `resume_loads`, the only methods that raise after construction: without caches the engine cannot continue.
+            Every job of the plan that had not begun is cancelled, and no `end_step` follows; the next plan comes with
+            new caches. Plans that were made before the scheduler knew of the loss may still come: their jobs are
+            cancelled.
         """
         given, tier = plan, self._tier
         plan = sound_plan(plan, last=self._plan[1].step_id)

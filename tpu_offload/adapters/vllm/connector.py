@@ -10,19 +10,24 @@ vLLM's calls and the library's:
     get_num_new_matched_tokens      match; release if vLLM is to ask again
     update_state_after_alloc        admit
     build_connector_meta            preempt or release what was not admitted, plan_step, take_update
-    update_connector_output         apply; rollback of requests with invalid blocks, or reset
+    update_connector_output         apply; rollback of requests with invalid blocks; failed loads by request
     request_finished (_all_groups)  finish
     reset_cache, take_events        reset, take_events
 
     worker role                     OffloadWorker
     register_runner                 (constructor)
-    bind_connector_metadata         (receives the plan)
+    bind_connector_metadata         (receives the plan; reports loads that it cancels as failed)
     start_load_kv                   begin_step, resume_loads
     wait_for_save                   end_step
-    get_transfer_results            poll, take_written_loads
-    build_connector_worker_meta     (returns the report of the last poll)
+    get_transfer_results            poll, take_written_loads; failed loads by request
+    build_connector_worker_meta     (returns the reports since the last call)
     get_block_ids_with_load_errors  (invalid blocks of failed loads)
     shutdown                        close
+
+With data-parallel ranks each rank has a scheduler role, and one worker role merges their plans and splits its report
+(`RankMessages` in `ranks`); `rank_reports` joins what the ranks report to vLLM. Each pipeline stage has a worker role,
+and so has each host: vLLM's aggregator joins their reports (`ReportMessages.aggregate` in `messages`), and a job ends
+when all have reported it. `stage_outputs` and `stage_start` mend what stages of tpu-inference lack.
 
 A plan is the connector metadata of a step, a report its worker metadata. vLLM frees the blocks of a finished or
 preempted request at once: its saves have been dispatched by then, and program order on the device protects them.

@@ -329,7 +329,8 @@ class SchedulerSide:
     def apply(self, messages: "KVConnectorWorkerMetadata | None") -> None:
         """Applies the workers' reports after a step.
 
-        The workers report failed loads and lost caches to vLLM, as invalid block ids. This updates only the library.
+        The workers report failed loads and lost caches to vLLM, as invalid block ids or as requests. This updates only
+        the library.
         """
         if messages is None:
             return
