@@ -141,6 +141,13 @@ def test_the_log_line_names_suspended_copies_and_quarantined_chunks(caplog):
     assert "5 jobs failed, kinds of copies suspended: 1, 3 chunks in quarantine" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["failed_storage_chunks", "num_failed_storage_lookups"])
+def test_the_log_line_reports_failures_of_storage_that_has_done_nothing_else(caplog, name):
+    caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
+    StatsLogger(10.0).maybe_log(100.0, lambda: OffloadStats(**{name: 2}))
+    assert "storage 0 records (chunks: 0 written, 0 read, 0 dropped; 2 chunks and look-ups failed)" in caplog.text
+
+
 def test_an_interval_of_zero_never_logs(caplog):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     StatsLogger(0.0).maybe_log(100.0, lambda: OffloadStats(saved_nbytes=1))

@@ -489,6 +489,7 @@ class StatsLogger:
         stats = get_stats()
         activity = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs + stats.num_open_breakers
         activity += stats.num_swapped_out + stats.num_recomputed + stats.cascaded_chunks + stats.promoted_chunks
+        activity += stats.failed_storage_chunks + stats.num_failed_storage_lookups
         if activity == self._last_activity:
             return
         self._last_activity = activity
@@ -526,10 +527,12 @@ def _swap_text(stats: OffloadStats) -> str:
 
 
 def _storage_text(stats: OffloadStats) -> str:
-    """The part of the log line about the storage tiers; empty without any, or while they are empty."""
-    if not (stats.cascaded_chunks or stats.promoted_chunks):
+    """The part of the log line about the storage tiers; empty without any, or while nothing has happened there."""
+    num_failed = stats.failed_storage_chunks + stats.num_failed_storage_lookups
+    if not (stats.cascaded_chunks or stats.promoted_chunks or num_failed):
         return ""
     return (
         f", storage {stats.num_stored_chunks} records (chunks: {stats.cascaded_chunks} written, "
-        f"{stats.promoted_chunks} read, {stats.dropped_cascade_chunks} dropped)"
+        f"{stats.promoted_chunks} read, {stats.dropped_cascade_chunks} dropped; {num_failed} chunks and look-ups "
+        "failed)"
     )

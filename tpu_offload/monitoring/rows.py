@@ -26,15 +26,16 @@ _HOST_HITS = share("found_tokens", "looked_up_tokens")
 _HBM_HITS = share("vllm.prefix_cache_hits", "vllm.prefix_cache_queries")
 _FAILURES = (
     "sum(increase({num_failed_jobs}[1h])) + sum(increase({num_rejected_reports}[1h]))"
-    " + sum(increase({num_lost_results}[1h]))"
+    " + sum(increase({num_lost_results}[1h])) + sum(increase({failed_storage_chunks}[1h]))"
+    " + sum(increase({num_failed_storage_lookups}[1h]))"
 )
 _GLANCE = Row(
     title="Is something wrong?",
     panels=(
         stat("Open breakers", "Kinds of copies that keep failing and are suspended. Should be 0. Requests are served "
               "without them.", Unit.COUNT, "sum({num_open_breakers})", is_bad=1),
-        stat("Failures in 1 h", "Failed copies, rejected reports and lost results. Should be 0.", Unit.COUNT, _FAILURES,
-              is_bad=0.5),
+        stat("Failures in 1 h", "Failed copies, those of storage too, rejected reports and lost results. Should be 0.",
+              Unit.COUNT, _FAILURES, is_bad=0.5),
         stat("Chunks in quarantine", "Host memory that a timed-out copy may still write. Should return to 0.",
               Unit.COUNT, "sum({num_quarantined_chunks})", is_bad=1),
         stat("Host tier full", "Share of its slots that hold chunks. A full tier is normal once the engine is warm.",

@@ -85,6 +85,9 @@ class OffloadConnectorStats(KVConnectorStats):
             "Dropped load blocks": data.get("dropped_load_blocks", 0),
             "Failed copies": data.get("num_failed_jobs", 0),
         }
+        if data.get("failed_storage_chunks") or data.get("num_failed_storage_lookups"):
+            line["Failed storage chunks"] = data.get("failed_storage_chunks", 0)
+            line["Failed storage look-ups"] = data.get("num_failed_storage_lookups", 0)
         if data.get("num_open_breakers"):
             line["Copy kinds suspended"] = data["num_open_breakers"]
         for direction, label in ((Direction.LOAD, "Longest load (ms)"), (Direction.SAVE, "Longest save (ms)")):
