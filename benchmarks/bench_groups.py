@@ -1,7 +1,7 @@
 """What does a model with several layer groups cost the engine's scheduler thread, compared with one group?
 
-Per layout: a step with nothing to do; the look-up of a prompt of 100 blocks that the host tier has; and its hit as a
-whole (look-up, admission, and the plan with its load). A hit of a model with windows also loads the last blocks of each
+Per layout: a step with nothing to do; the lookup of a prompt of 100 blocks that the host tier has; and its hit as a
+whole (lookup, admission, and the plan with its load). A hit of a model with windows also loads the last blocks of each
 window group, so beside the hit of a prefix of 100 blocks there is that of a prefix of which 100 blocks are loaded in
 all. Rounds are interleaved; ratios are to one group in the same round.
 
@@ -130,7 +130,7 @@ class Server:
         num_found = self.case.num_blocks * BLOCK_SIZE
         tables = self._tables(num_found)
         watch("idle step", scheduler.plan_step)
-        found = watch("look-up", scheduler.match, name, self.hashes, num_tokens=self.num_tokens, num_computed_tokens=0)
+        found = watch("lookup", scheduler.match, name, self.hashes, num_tokens=self.num_tokens, num_computed_tokens=0)
         assert found.num_tokens == num_found, (self.case, found)
         watch("admission", scheduler.admit, name, tables, num_loaded_tokens=num_found)
         plan = watch("plan", scheduler.plan_step)
@@ -155,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             server.round(number)
     base, rows, results = servers[0].watch, [], []
     for server in servers:
-        server.watch.add("hit", "look-up", "admission", "plan")
+        server.watch.add("hit", "lookup", "admission", "plan")
     for server in servers:
-        spreads = {name: server.watch.spreads(scale=1e6)[name] for name in ("idle step", "look-up", "hit")}
+        spreads = {name: server.watch.spreads(scale=1e6)[name] for name in ("idle step", "lookup", "hit")}
         ratios = {
             name: Spread.of(a / b for a, b in zip(server.watch.seconds[name], base.seconds[name], strict=True))
             for name in spreads
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {"case": server.case.name, "num_loaded": server.num_loaded, "us": spreads, "of_one_group": ratios}
         )
     title = f"Scheduler thread, us, median (p10-p90) of {args.rounds} rounds, and of one group in the same round"
-    headers = ("layer groups", "blocks loaded", "idle step", "ratio", "look-up", "ratio", "hit", "ratio")
+    headers = ("layer groups", "blocks loaded", "idle step", "ratio", "lookup", "ratio", "hit", "ratio")
     print_table(title, headers, rows)
     write_json(args, question=__doc__.splitlines()[0], results=results)
     return 0

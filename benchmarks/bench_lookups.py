@@ -1,7 +1,7 @@
-"""What does a look-up in a shared storage tier cost?
+"""What does a lookup in a shared storage tier cost?
 
 The thread of the scheduler: `match`, `plan_step` and `apply` of a request with so many chunks that this engine does not
-know, with look-ups (all of them are found, or none) and with look-ups turned off. The worker's answer is made up.
+know, with lookups (all of them are found, or none) and with lookups turned off. The worker's answer is made up.
 
 With `--url`, the tier: time and round trips of `find` for a prefix of which the server has everything, the first half,
 or nothing. The server must be running; it gets a record of 8 KiB for each chunk.
@@ -54,7 +54,7 @@ def make_scheduler(num_chunks: int, *, wait_s: float) -> OffloadScheduler:
 
 
 def serve(scheduler: OffloadScheduler, name: str, num_chunks: int, watch: Stopwatch, *, found: int) -> None:
-    """One request from its first match to the answer of its look-up, if it has one."""
+    """One request from its first match to the answer of its lookup, if it has one."""
     hashes = [BlockHash(secrets.token_bytes(32)) for _ in range(num_chunks)]
     num_tokens = num_chunks * BLOCK_SIZE + 1
     watch("match", scheduler.match, name, hashes, num_tokens=num_tokens, num_computed_tokens=0)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case, figures in result["find"].items():
                 print(f"  find, server has {case}: {figures['ms'].text()} ms, {figures['round_trips']} round trips")
         results.append(result)
-    write_json(args, question="what a look-up in a shared storage tier costs", results=results)
+    write_json(args, question="what a lookup in a shared storage tier costs", results=results)
     return 0
 
 

@@ -145,7 +145,7 @@ def test_the_log_line_names_suspended_copies_and_quarantined_chunks(caplog):
 def test_the_log_line_reports_failures_of_storage_that_has_done_nothing_else(caplog, name):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     StatsLogger(10.0).maybe_log(100.0, lambda: OffloadStats(**{name: 2}))
-    assert "storage 0 records (chunks: 0 written, 0 read, 0 dropped; 2 chunks and look-ups failed)" in caplog.text
+    assert "storage 0 records (chunks: 0 written, 0 read, 0 dropped; 2 chunks and lookups failed)" in caplog.text
 
 
 def test_an_interval_of_zero_never_logs(caplog):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from tpu_offload.core.policies import EvictionPolicy, Residents, Use
     from tpu_offload.core.save_policy import SavePolicy
     from tpu_offload.core.scheduler import OffloadScheduler
-    from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
+    from tpu_offload.core.swap.manager import RequestSwap
+    from tpu_offload.core.swap.victims import Candidate, choose_victims
     from tpu_offload.errors import (
         CachesLostError,
         CompileError,
@@ -76,7 +77,7 @@ _MODULES = {
     "CacheEpoch": "tpu_offload.types",
     "CachedPrefix": "tpu_offload.core.engine_api",
     "CachesLostError": "tpu_offload.errors",
-    "Candidate": "tpu_offload.core.swap",
+    "Candidate": "tpu_offload.core.swap.victims",
     "ChunkKey": "tpu_offload.types",
     "CompileError": "tpu_offload.errors",
     "ConfigError": "tpu_offload.errors",
@@ -112,7 +113,7 @@ _MODULES = {
     "RankPlans": "tpu_offload.worker",
     "RequestError": "tpu_offload.errors",
     "RequestLimits": "tpu_offload.core.engine_api",
-    "RequestSwap": "tpu_offload.core.swap",
+    "RequestSwap": "tpu_offload.core.swap.manager",
     "Residents": "tpu_offload.core.policies",
     "SaveEvent": "tpu_offload.config",
     "SavePolicy": "tpu_offload.core.save_policy",
@@ -128,7 +129,7 @@ _MODULES = {
     "Update": "tpu_offload.core.engine_api",
     "Use": "tpu_offload.core.policies",
     "WorkerSetup": "tpu_offload.types",
-    "choose_victims": "tpu_offload.core.swap",
+    "choose_victims": "tpu_offload.core.swap.victims",
 }
 
 __all__ = [

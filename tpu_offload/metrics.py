@@ -214,7 +214,7 @@ class OffloadStats:
     num_open_breakers: int = _gauge(
         "breakers",
         "Kinds of copies (saves, loads; with request swap also swaps out, swaps in; with a storage tier also cascades, "
-        "promotions, deletions, look-ups, of each tier) that are suspended because they keep failing. Requests are "
+        "promotions, deletions, lookups, of each tier) that are suspended because they keep failing. Requests are "
         "still served, by prefill. Alert when it is not 0.",
     )
     num_stored_chunks: int = _gauge(
@@ -279,7 +279,7 @@ class OffloadStats:
     )
     found_storage_chunks: int = _counter("chunks", "How many of these it has, with all that precede them.")
     num_failed_storage_lookups: int = _counter(
-        "lookups", "Look-ups in a shared storage tier that failed or were late. Should be 0; the log has the reason."
+        "lookups", "Lookups in a shared storage tier that failed or were late. Should be 0; the log has the reason."
     )
     swap_pool_blocks: int = _swap_gauge("blocks", "Allocated blocks of the swap pool, over all layer groups.")
     swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool in use.")
@@ -366,7 +366,7 @@ SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is 
 
 _TIER_HELP = {
     "num_stored_chunks": "Records in this storage tier.",
-    "num_open_breakers": "Kinds of copies of this storage tier (cascades, promotions, deletions, look-ups) that are "
+    "num_open_breakers": "Kinds of copies of this storage tier (cascades, promotions, deletions, lookups) that are "
     "suspended because they keep failing.",
     "cascaded_chunks": "Chunks, those of windows included, and states written from the host tier to this storage tier.",
     "promoted_chunks": "Chunks, those of windows included, and states read from this storage tier into the host tier.",
@@ -533,6 +533,6 @@ def _storage_text(stats: OffloadStats) -> str:
         return ""
     return (
         f", storage {stats.num_stored_chunks} records (chunks: {stats.cascaded_chunks} written, "
-        f"{stats.promoted_chunks} read, {stats.dropped_cascade_chunks} dropped; {num_failed} chunks and look-ups "
+        f"{stats.promoted_chunks} read, {stats.dropped_cascade_chunks} dropped; {num_failed} chunks and lookups "
         "failed)"
     )

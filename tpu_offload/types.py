@@ -71,7 +71,7 @@ class JobKind(enum.Enum):
     EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True
     # Copies nothing: a thread asks storage which chunks it has.
-    LOOKUP = "look-up", Direction.LOAD, False, True
+    LOOKUP = "lookup", Direction.LOAD, False, True
     # I/O threads read storage from here on; a later step may write what has arrived into the slots.
     PROMOTE = "promote", Direction.SAVE, False, True
     # Before the forward pass.
@@ -126,7 +126,7 @@ class CopyJob:
       num_staging_blocks: staging blocks reserved for it on every worker, 0 if the path is not staged. A load of more
         blocks is copied in pieces of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
-      prefixes: of chunks that storage may have, in the order of a prompt; only of a look-up.
+      prefixes: of chunks that storage may have, in the order of a prompt; only of a lookup.
       deleted_keys: chunks that the tier deletes, before it writes any; only of a cascade.
       clears_storage: the tier is emptied, durably, before all else; only of a cascade.
       tier_id: the storage tier of a storage job, 0 for the nearest.
@@ -166,7 +166,7 @@ class CopyJob:
     def num_items(self) -> int:
         """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes.
 
-        A look-up has none: it fails as a whole.
+        A lookup has none: it fails as a whole.
         """
         return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
 
@@ -301,7 +301,7 @@ class JobResult:
         its dispatch until the last chunk was read.
       missing_chunks: of a promotion, positions of chunks that storage does not have any more, ascending: nothing
         failed, but they were not copied.
-      num_found: of a look-up that FINISHED, for each of its prefixes the number of leading chunks that storage has of
+      num_found: of a lookup that FINISHED, for each of its prefixes the number of leading chunks that storage has of
         this worker; else empty.
     """
 

@@ -16,7 +16,7 @@ from tests.simulation.mutations import MUTATIONS, ROOT
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 FOUND = (
-    # Group look-up.
+    # Group lookup.
     "a window is loaded into the blocks of the layer group before it",
     "a window is saved from the blocks of the layer group before it",
     "the windows of two layer groups have one name",

@@ -116,7 +116,7 @@ def test_what_another_engine_stores_later_is_loaded(servers, async_scheduling):
 
 
 def test_requests_wait_no_longer_than_they_may(servers):
-    """The look-up hangs: steps go on, and after the wait the request is computed."""
+    """The lookup hangs: steps go on, and after the wait the request is computed."""
     stack = make_shared()
     stack.serve("early", prompt(12, seed=99))
     (tier,) = tiers(stack)

@@ -174,7 +174,7 @@ FAULTS = (
         {"tier.failed_storage_chunks@0:file": once(3), "failed_storage_chunks": once(3)},
         tier="0:file",
     ),
-    _fault("TpuOffloadStorageLookupsFail", "one look-up fails", {"num_failed_storage_lookups": once()}),
+    _fault("TpuOffloadStorageLookupsFail", "one lookup fails", {"num_failed_storage_lookups": once()}),
     _fault("TpuOffloadStorageTooSlow", "a third not written", {"dropped_cascade_chunks": grows_during(60, 500)}),
     _fault(
         "TpuOffloadStorageTooSlow",

@@ -104,7 +104,7 @@ class SharedTier(PrivateTier):
 
     def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
         if self.calls.draw("find", prefixes[0][0]):
-            raise OSError("injected: a look-up")
+            raise OSError("injected: a lookup")
         return [next((i for i, key in enumerate(p) if key not in self._values), len(p)) for p in prefixes]
 
 

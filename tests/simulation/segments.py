@@ -1,4 +1,4 @@
-"""The segments of a simulated worker's host tier: its own idea of what `worker.division` does.
+"""The segments of a simulated worker's host tier: its own idea of what `worker.pool_division` does.
 
 Segments are freed some steps after a division has taken them away, and allocated one after another. Both pools together
 never have more than the worker's memory.

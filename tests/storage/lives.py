@@ -18,7 +18,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
-_MAX_UNANSWERED = 2  # look-ups that are in flight when the breaker opens
+_MAX_UNANSWERED = 2  # lookups that are in flight when the breaker opens
 
 
 def live(seed: int, *, num_turns: int = 120) -> OffloadStats:
@@ -43,7 +43,7 @@ def live_shared(seed: int, *, num_turns: int = 120) -> OffloadStats:
       The scheduler's counters at the end.
     Raises:
       AssertionError: as in `live`, except that what counts as stored may be gone. Also: a chunk is asked for more often
-        than requests contain it, or read more often than it was found; a request waits too long for a look-up, or for a
+        than requests contain it, or read more often than it was found; a request waits too long for a lookup, or for a
         late one; something is deleted; keys are asked for after a reset; a dead server is asked too often.
     """
     return _SharedLife(random.Random(seed)).run(num_turns)
@@ -230,7 +230,7 @@ class _SharedLife(Life):
         super().__init__(rng)
         self.change_rate = rng.choice([0.2, 0.8])
         self.num_asked: Counter[ChunkKey] = Counter()
-        self.planned_s: dict[int, float] = {}  # of look-ups
+        self.planned_s: dict[int, float] = {}  # of lookups
         self.was_reset = False
         self.names = [list(zip(self.engine.keys(p), self.engine.hashes(p), strict=True)) for p in self.prompts]
 
@@ -251,9 +251,9 @@ class _SharedLife(Life):
             scheduler._index.state(key) is ChunkState.PENDING for key in following
         ):
             assert found.until_s is not None
-            assert found.until_s <= since_s + self.lookup_wait_s, "a request waits too long for a look-up"
+            assert found.until_s <= since_s + self.lookup_wait_s, "a request waits too long for a lookup"
             planned_s = [self.planned_s[job.job_id] for job in scheduler._jobs.of(JobKind.LOOKUP)]
-            assert all(now_s < s + self.lookup_wait_s for s in planned_s), "a request waits for a late look-up"
+            assert all(now_s < s + self.lookup_wait_s for s in planned_s), "a request waits for a late lookup"
 
     def _arrive(self, name: str) -> None:
         self._change()

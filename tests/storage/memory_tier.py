@@ -102,7 +102,7 @@ class SharedTier(FaultyTier):
     """All tiers with the same options, model and worker have the same values, as those of one server.
 
     Attributes:
-      asked: the prefixes of each look-up.
+      asked: the prefixes of each lookup.
       answer: what `find` returns instead of the truth.
     """
 

@@ -1,4 +1,4 @@
-"""Look-ups of a shared tier, the scheduler's half: who asks when, how long it waits, and every way to fail."""
+"""Lookups of a shared tier, the scheduler's half: who asks when, how long it waits, and every way to fail."""
 
 import dataclasses
 import pickle
@@ -38,7 +38,7 @@ def stored(engine):
 
 
 def turn(engine, **kinds):
-    """One step, in which look-ups are answered unless `lookups` says otherwise: "fail" or "late"."""
+    """One step, in which lookups are answered unless `lookups` says otherwise: "fail" or "late"."""
     how = kinds.get("lookups")
     plan, results = engine.step()
     for worker, early in zip(engine.workers, results, strict=True):
@@ -372,7 +372,7 @@ def test_an_old_measurement_of_storage_counts_as_none():
 
 
 def test_a_dead_server_costs_a_few_short_waits():
-    """Each one opens the breaker a bit more; then one look-up is tried at a time."""
+    """Each one opens the breaker a bit more; then one lookup is tried at a time."""
     engine = SharedEngine(breaker_failures=3, breaker_retry_s=10.0, job_timeout_s=60.0)
     num_waits = []
     for i in range(200):  # a second each
@@ -392,12 +392,12 @@ def test_a_dead_server_costs_a_few_short_waits():
     assert engine.match("b", B).state is MISS, "one is tried"
     assert asked(turn(engine)) == [engine.keys(A)]
     assert stored(engine) == set(engine.keys(A))
-    assert engine.match("b", B).state is ARRIVING, "look-ups work again"
+    assert engine.match("b", B).state is ARRIVING, "lookups work again"
     assert engine.scheduler.stats().num_open_breakers == 0
 
 
 def test_a_frozen_server_costs_a_few_short_waits():
-    """Its look-ups never end: each one has a deadline of its own, and until then nobody waits."""
+    """Its lookups never end: each one has a deadline of its own, and until then nobody waits."""
     engine = SharedEngine(breaker_failures=3, breaker_retry_s=1000.0, job_timeout_s=60.0)
     waited_s = 0.0
     for i in range(2000):  # 0.01 s each

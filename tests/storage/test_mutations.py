@@ -67,8 +67,8 @@ MUTATIONS = (
     ),
     Mutation("all jobs go to the nearest tier", "TierJobs.plan", "self._tier_id", "0"),
     Mutation("a tier takes the jobs of all for its own", "TierJobs.of", "_1 == self._tier_id", "True"),
-    Mutation("all jobs end in the nearest tier", "TierStack._ended", "self._tiers[_1]", "self._tiers[0]"),
-    Mutation("a reset clears the nearest tier alone", "TierStack.reset", "self._tiers", "self._tiers[:1]"),
+    Mutation("all jobs end in the nearest tier", "StorageStackPlanner._ended", "self._tiers[_1]", "self._tiers[0]"),
+    Mutation("a reset clears the nearest tier alone", "StorageStackPlanner.reset", "self._tiers", "self._tiers[:1]"),
     Mutation(
         "promotions of each tier take half of the host tier",
         "StorageReads._max_slots",
@@ -86,41 +86,39 @@ MUTATIONS = (
 
 SHARED_MUTATIONS = (
     Mutation("a chunk counts if any worker has it", "Job._add_found", "map(min, _1, _2)", "map(max, _1, _2)"),
-    Mutation("what is missing counts as found", "StorageLookups.ended", "prefix[:num_found]", "prefix"),
+    Mutation("what is missing counts as found", "LookupPlanner.ended", "prefix[:num_found]", "prefix"),
     Mutation(
         "an answer of before a reset counts",
-        "StorageLookups.ended",
+        "LookupPlanner.ended",
         "job.state is not JobState.FINISHED",
         "not job.num_found",
     ),
-    Mutation("a request asks again and again", "StorageLookups._want", "request.num_asked_chunks = end", "pass"),
+    Mutation("a request asks again and again", "LookupPlanner._want", "request.num_asked_chunks = end", "pass"),
+    Mutation("a failed read is asked for again", "LookupPlanner._unknown", "first < request.num_asked_chunks", "False"),
+    Mutation("a late lookup is waited for", "LookupPlanner.ask", "self._is_late", "False"),
     Mutation(
-        "a failed read is asked for again", "StorageLookups._unknown", "first < request.num_asked_chunks", "False"
-    ),
-    Mutation("a late look-up is waited for", "StorageLookups.ask", "self._is_late", "False"),
-    Mutation(
-        "the wait for a look-up has no end",
-        "StorageLookups._estimate_s",
+        "the wait for a lookup has no end",
+        "LookupPlanner._estimate_s",
         "return self._costs.lookup_wait_s(_1, _2, _3, default_s=_4)",
         "return 1e9",
     ),
     Mutation(
         "what is in flight is asked for again",
-        "StorageLookups._want",
+        "LookupPlanner._want",
         "self._wanted.get(key) or self._asked.get(key)",
         "self._wanted.get(key)",
     ),
     Mutation(
         "keys of a new namespace are asked for",
-        "StorageLookups.reset",
+        "LookupPlanner.reset",
         "self._was_reset, self._is_enabled = (True, False)",
         "pass",
     ),
-    Mutation("a reset keeps what is to be asked for", "StorageLookups.reset", "self._drop_wanted()", "pass"),
-    Mutation("look-ups have no breaker", "StorageLookups.__init__", "config.breaker_failures", "0"),
+    Mutation("a reset keeps what is to be asked for", "LookupPlanner.reset", "self._drop_wanted()", "pass"),
+    Mutation("lookups have no breaker", "LookupPlanner.__init__", "config.breaker_failures", "0"),
     Mutation(
         "keys that were answered still count as in flight",
-        "StorageLookups.ended",
+        "LookupPlanner.ended",
         "self._num_keys -= len(self._asked.pop(prefix[0]))",
         "self._asked.pop(prefix[0])",
     ),
@@ -152,7 +150,7 @@ CHECKPOINT_MUTATIONS = (
     ),
     Mutation(
         "a request waits for its target for ever",
-        "TierStack.target_wait_s",
+        "StorageStackPlanner.target_wait_s",
         "return request.storage_wait_s or 0.0",
         "return 1e9",
     ),

@@ -201,7 +201,7 @@ def test_a_look_up_that_hangs_costs_one_bounded_wait(plain):
         outputs = serve_rounds(engine, [[request] for request in rounds()[0]])
         assert tokens_of(outputs) == others(plain, outputs)
         ((name, times),) = waits.items()
-        assert name == rounds()[0][0].request_id, "from then on the look-up is late, and nobody waits for it"
+        assert name == rounds()[0][0].request_id, "from then on the lookup is late, and nobody waits for it"
         assert times[-1] - times[0] <= 0.03 + 0.01
         gate.set()
         stats = engine.offload_stats()
@@ -209,7 +209,7 @@ def test_a_look_up_that_hangs_costs_one_bounded_wait(plain):
 
 
 def test_an_idle_engine_does_not_spin():
-    """It sleeps until the look-up is answered, in a few calls."""
+    """It sleeps until the lookup is answered, in a few calls."""
     with engine_above("", storage_tier=SHARED) as engine:
         tier_of(engine).gates["find"] = gate = threading.Event()
         worker, polls = engine._offload._worker, []

@@ -1,4 +1,4 @@
-"""The worker's half of look-ups in a shared tier: answers, faults, and that nothing waits for them or they for it."""
+"""The worker's half of lookups in a shared tier: answers, faults, and that nothing waits for them or they for it."""
 
 import threading
 
@@ -42,7 +42,7 @@ def test_each_prefix_is_answered_by_its_leading_chunks():
     result = engine.done(job)
     assert (result.state, result.num_found, result.failed_blocks) == (FINISHED, (4, 0, 2, 1), ())
     assert engine.disk.asked == [[list(prefix) for prefix in job.prefixes]], "in one call"
-    assert {name.split("-0:")[0] for name in engine.disk.threads} == {"tpu_offload-storage-look-up"}
+    assert {name.split("-0:")[0] for name in engine.disk.threads} == {"tpu_offload-storage-lookup"}
 
 
 def test_another_engine_finds_and_reads_it():
@@ -101,7 +101,7 @@ def test_nothing_waits_for_a_look_up():
 
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_an_idle_worker_waits_for_the_answer(all_of_them):
-    """What it sleeps on is ready once the look-up is answered, and not before."""
+    """What it sleeps on is ready once the lookup is answered, and not before."""
     engine = SharedEngine()
     engine.disk.gates["find"] = gate = threading.Event()
     job = engine.look_up((1,))
@@ -160,8 +160,8 @@ def test_an_answer_that_makes_no_sense_fails_its_job(answer, monkeypatch):
         ({"deleted_keys": (key_of(1),)}, "has chunks, or keys to delete"),
         ({"clears_storage": True}, "clears_storage is True"),
         ({"parts": ("part",)}, "parts"),
-        ({"kind": JobKind.PROMOTE}, "with some only of a look-up"),
-        ({"kind": JobKind.CASCADE}, "with some only of a look-up"),
+        ({"kind": JobKind.PROMOTE}, "with some only of a lookup"),
+        ({"kind": JobKind.CASCADE}, "with some only of a lookup"),
     ],
 )
 def test_a_job_that_makes_no_sense_fails_alone(fields, error):
@@ -193,7 +193,7 @@ def test_too_many_look_ups_fail(monkeypatch):
     jobs = [engine.look_up((1,)) for _ in range(3)]
     engine.step(loads=jobs)
     (result,) = engine.worker.poll(wait=True).results
-    assert (result.job_id, result.state, result.error) == (jobs[2].job_id, FAILED, "2 look-ups have no answer yet")
+    assert (result.job_id, result.state, result.error) == (jobs[2].job_id, FAILED, "2 lookups have no answer yet")
     gate.set()
     assert set(engine.states().values()) == {FINISHED}
 

@@ -46,7 +46,7 @@ class SaveEvent(enum.Enum):
 
 
 class StorageWriteEvent(enum.Enum):
-    """When chunks are written to the storage tier (see `tpu_offload.core.tiering`)."""
+    """When chunks are written to the storage tier (see `tpu_offload.core.storage_planner`)."""
 
     SAVE = "save"  # once they are in the host tier: cascade
     HOST_EVICTION = "eviction"  # when the host tier evicts them: demotion

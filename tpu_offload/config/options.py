@@ -295,7 +295,7 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
-        "loads, swaps out, swaps in, cascades, promotions, deletions, look-ups) are suspended; 0 never suspends them.",
+        "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them.",
     )
     breaker_retry_s: float = Field(
         5.0,

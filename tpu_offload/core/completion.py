@@ -12,7 +12,7 @@ from typing import final
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
-from tpu_offload.core.swap_pool import SwapPool
+from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import JobKind, JobState
 
@@ -54,7 +54,7 @@ class Completion:
         if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
-            # A look-up has a deadline of its own.
+            # A lookup has a deadline of its own.
             after = "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
             _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
         elif job.state is JobState.FAILED:

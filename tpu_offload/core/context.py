@@ -17,7 +17,7 @@ from tpu_offload.core.load_costs import LoadCosts
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, check_maker, find_policy
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
-from tpu_offload.core.swap_pool import SwapPool
+from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction

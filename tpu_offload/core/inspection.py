@@ -12,8 +12,8 @@ from tpu_offload.core.index import Changes, Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tier_stack import TierStack
+from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.piece_keys import PieceKey, chunk_of, group_of
@@ -58,7 +58,9 @@ def _hashes_by_group(several: Iterable[Changes], num_full: int) -> dict[int, lis
     return (dict.fromkeys(range(num_full), chunks) if chunks else {}) | by_group
 
 
-def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: TierStack) -> OffloadStats:
+def snapshot(
+    context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: StorageStackPlanner
+) -> OffloadStats:
     """See `OffloadScheduler.stats`."""
     index, buffer, breakers = context.index, context.staging.buffer, context.breakers.values()
     stats = dataclasses.replace(
@@ -83,7 +85,7 @@ def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, stora
 
 
 def check_invariants(
-    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: TierStack
+    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: StorageStackPlanner
 ) -> None:
     """See `OffloadScheduler.check_invariants`."""
     index, buffer, requests = context.index, context.staging.buffer, context.requests

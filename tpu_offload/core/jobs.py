@@ -56,7 +56,7 @@ class Job:
         nothing about the next copy.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
       missing: for a promotion, positions of chunks that some worker's storage does not have.
-      num_found: for a look-up, for each of its prefixes the number of leading chunks that all workers so far have.
+      num_found: for a lookup, for each of its prefixes the number of leading chunks that all workers so far have.
       error: the first error reported.
       duration_s: the longest time that a worker took.
       copy_s: the longest time that a worker measured for the copy alone; 0 when none did.

@@ -9,7 +9,7 @@ from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, Req
 from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.request_state import Promise, RequestState
-from tpu_offload.core.tier_stack import TierStack
+from tpu_offload.core.storage_stack import StorageStackPlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
 
@@ -218,7 +218,7 @@ class LoadPlanner:
         request.checkpoint_chunk = request.last_boundary = request.target_chunk = 0
         request.at_load_limit = not request.limits.cache
 
-    def answer(self, request: RequestState, num_tokens: int, *, storage: TierStack) -> Match:
+    def answer(self, request: RequestState, num_tokens: int, *, storage: StorageStackPlanner) -> Match:
         """The answer to the last match of a request, and whether matching again soon may find more."""
         limit_s = 0.0
         if request.awaits_staging and not num_tokens:

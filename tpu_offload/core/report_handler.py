@@ -13,8 +13,8 @@ from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.host_pools import HostPools
 from tpu_offload.core.index import overlaps
-from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tier_stack import TierStack
+from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
@@ -43,7 +43,7 @@ class ReportHandler:
         workers: Workers,
         pools: HostPools,
         transfers: Transfers,
-        storage: TierStack,
+        storage: StorageStackPlanner,
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)

@@ -81,7 +81,7 @@ class RequestState:
       storage_wait_s: how long its matches may be ARRIVING for chunks of storage; None until that was estimated.
       num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
       num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
-      awaited_lookup: the first record of the look-up that its last match waits for; None if it waits for none.
+      awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
       lookup_wait_s: how long its matches may be ARRIVING for that; else 0.
       num_skipped_tokens: tokens that its last match found and did not promise, because computing them is faster.
       revoked: what it was promised and had not taken when a reset revoked it.

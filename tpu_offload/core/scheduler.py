@@ -47,8 +47,8 @@ from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.core.report_handler import ReportHandler
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
-from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tier_stack import TierStack
+from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import (
     check_epoch,
@@ -112,7 +112,7 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
-        self._storage = TierStack(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
+        self._storage = StorageStackPlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
         self._transfers.on_saved(self._storage.offer)
         self._saves.on_observed(self._storage.observe)
         self._swap = RequestSwap(context)

@@ -27,15 +27,16 @@ from tpu_offload.types import Direction
 
 
 @dataclasses.dataclass(slots=True)
-class _Account:
+class _Balance:
     num_save_blocks: int = 0
     num_load_blocks: int = 0
 
 
 class StagingBufferManager:
-    """Reserves and releases staging blocks per request and direction, in O(1) a call.
+    """Reserves and releases staging blocks per account and direction, in O(1) a call.
 
-    A request may hold several saves at once, which add up, but only one load.
+    An account is any key that its user chooses: the scheduler has one for each request and one for all saves. It may
+    hold several saves at once, which add up, but only one load.
 
     Args:
       num_blocks: the budget; 0 grants nothing.
@@ -47,7 +48,7 @@ class StagingBufferManager:
         if num_blocks < 0:
             raise StagingError(f"staging budget of {num_blocks} blocks; expected 0 or more")
         self._num_blocks = num_blocks
-        self._accounts: dict[Hashable, _Account] = {}
+        self._accounts: dict[Hashable, _Balance] = {}
         self._num_save_blocks = 0
         self._num_load_blocks = 0
         self._num_free = num_blocks
@@ -74,21 +75,21 @@ class StagingBufferManager:
         return self._peak_num_reserved
 
     def total(self, direction: Direction) -> int:
-        """Blocks held by all requests in one direction."""
+        """Blocks held by all accounts in one direction."""
         return self._num_save_blocks if direction is Direction.SAVE else self._num_load_blocks
 
-    def held(self, request_id: Hashable, direction: Direction) -> int:
-        """Blocks held by one request in one direction; 0 for a request that holds none."""
-        account = self._accounts.get(request_id)
-        if account is None:
+    def held(self, account: Hashable, direction: Direction) -> int:
+        """Blocks held by one account in one direction; 0 for one that holds none."""
+        balance = self._accounts.get(account)
+        if balance is None:
             return 0
-        return account.num_save_blocks if direction is Direction.SAVE else account.num_load_blocks
+        return balance.num_save_blocks if direction is Direction.SAVE else balance.num_load_blocks
 
-    def reserve(self, request_id: Hashable, num_blocks: int, direction: Direction, *, partial: bool = False) -> int:
-        """Takes staging blocks for a request.
+    def reserve(self, account: Hashable, num_blocks: int, direction: Direction, *, partial: bool = False) -> int:
+        """Takes staging blocks.
 
         Args:
-          request_id: their holder.
+          account: their holder.
           num_blocks: the blocks wanted, at least 1.
           direction: of the job.
           partial: take the free blocks when there are fewer.
@@ -96,13 +97,13 @@ class StagingBufferManager:
           The blocks granted: `num_blocks` if that many are free; otherwise all free ones with `partial`, and 0
           without.
         Raises:
-          StagingError: `num_blocks` is under 1, or the request has a load pending and wants another.
+          StagingError: `num_blocks` is under 1, or the account has a load pending and wants another.
         """
         if num_blocks < 1:
-            raise StagingError(f"request {request_id!r} reserves {num_blocks} staging blocks; expected at least 1")
-        if direction is Direction.LOAD and self.held(request_id, Direction.LOAD):
+            raise StagingError(f"account {account!r} reserves {num_blocks} staging blocks; expected at least 1")
+        if direction is Direction.LOAD and self.held(account, Direction.LOAD):
             raise StagingError(
-                f"request {request_id!r} reserves a load while its load of {self.held(request_id, Direction.LOAD)} "
+                f"account {account!r} reserves a load while its load of {self.held(account, Direction.LOAD)} "
                 "staging blocks is pending; release that one first"
             )
         granted = num_blocks
@@ -110,45 +111,45 @@ class StagingBufferManager:
             granted = self._num_free if partial else 0
         if granted == 0:
             return 0
-        self._add(request_id, granted, direction)
+        self._add(account, granted, direction)
         num_reserved = self._num_blocks - self._num_free
         if num_reserved > self._peak_num_reserved:
             self._peak_num_reserved = num_reserved
         return granted
 
-    def release(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
+    def release(self, account: Hashable, num_blocks: int, direction: Direction) -> None:
         """Releases staging blocks.
 
         Raises:
-          StagingError: the request holds none, or fewer than `num_blocks`, or `num_blocks` is under 1.
+          StagingError: the account holds none, or fewer than `num_blocks`, or `num_blocks` is under 1.
         """
         if num_blocks < 1:
-            raise StagingError(f"request {request_id!r} releases {num_blocks} staging blocks; expected at least 1")
-        if request_id not in self._accounts:
-            raise StagingError(f"request {request_id!r} releases {num_blocks} staging blocks but holds none")
-        held = self.held(request_id, direction)
+            raise StagingError(f"account {account!r} releases {num_blocks} staging blocks; expected at least 1")
+        if account not in self._accounts:
+            raise StagingError(f"account {account!r} releases {num_blocks} staging blocks but holds none")
+        held = self.held(account, direction)
         if num_blocks > held:
             raise StagingError(
-                f"request {request_id!r} releases {num_blocks} staging blocks of its {direction.value} but holds {held}"
+                f"account {account!r} releases {num_blocks} staging blocks of its {direction.value} but holds {held}"
             )
-        self._add(request_id, -num_blocks, direction)
+        self._add(account, -num_blocks, direction)
 
-    def _add(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
-        account = self._accounts.get(request_id)
-        if account is None:
-            account = self._accounts[request_id] = _Account()
+    def _add(self, account: Hashable, num_blocks: int, direction: Direction) -> None:
+        balance = self._accounts.get(account)
+        if balance is None:
+            balance = self._accounts[account] = _Balance()
         if direction is Direction.SAVE:
-            account.num_save_blocks += num_blocks
+            balance.num_save_blocks += num_blocks
             self._num_save_blocks += num_blocks
         else:
-            account.num_load_blocks += num_blocks
+            balance.num_load_blocks += num_blocks
             self._num_load_blocks += num_blocks
         self._num_free -= num_blocks
-        if account.num_save_blocks == 0 and account.num_load_blocks == 0:
-            del self._accounts[request_id]
+        if balance.num_save_blocks == 0 and balance.num_load_blocks == 0:
+            del self._accounts[account]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless totals, accounts, peak and budget agree. O(requests)."""
+        """Raises AssertionError unless totals, accounts, peak and budget agree. O(accounts)."""
         accounts = self._accounts.values()
         assert sum(a.num_save_blocks for a in accounts) == self._num_save_blocks
         assert sum(a.num_load_blocks for a in accounts) == self._num_load_blocks

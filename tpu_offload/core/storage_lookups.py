@@ -1,8 +1,8 @@
-"""Look-ups in shared storage: which chunks of waiting prompts other engines have stored.
+"""Lookups in shared storage: which chunks of waiting prompts other engines have stored.
 
 A private tier is known: the scheduler has written all that is there. A shared tier has to be asked, which takes a round
 trip, so `match` cannot wait for it. A request whose prompt goes on past the chunks known here is ARRIVING for a short
-time. The next plan has one look-up for all such requests, a job like any other, which every worker answers for its own
+time. The next plan has one lookup for all such requests, a job like any other, which every worker answers for its own
 shards. What all of them have counts as stored from then on, and the next match promotes it.
 
 With windows or states, the request asks for checkpoints once all chunks before them are known: for the last few
@@ -13,8 +13,8 @@ An answer is a hint. It makes a chunk known until its first failed read, and mis
 - A request asks at most once for each of its chunks, and only while it may still wait.
 - Requests with a common prefix ask once: a prefix is known by its first key, and keys are chained, so that one key in
   common is all keys before it in common.
-- While a look-up is late, nobody waits or asks. It has a deadline, and look-ups have a circuit breaker: a server that
-  is frozen or dead costs a few short waits, then none until one look-up has succeeded.
+- While a lookup is late, nobody waits or asks. It has a deadline, and lookups have a circuit breaker: a server that
+  is frozen or dead costs a few short waits, then none until one lookup has succeeded.
 - Keys in flight and all tables are bounded. What does not fit is computed.
 
 After a reset nothing is asked any more: the keys have a suffix then that no other engine has
@@ -32,7 +32,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
-_ACCOUNT = "look-ups"  # for the circuit breaker
+_ACCOUNT = "lookups"  # for the circuit breaker
 _MAX_PREFIX_KEYS = 4096  # of one request; what follows is asked for once these have been found
 _MAX_KEYS = 16384  # to be asked for, and in flight
 _MAX_JOBS = 8  # in flight
@@ -42,8 +42,8 @@ _MAX_MISSING = 4096
 
 
 @final
-class StorageLookups:
-    """Plans look-ups; does nothing until `enable`.
+class LookupPlanner:
+    """Plans lookups; does nothing until `enable`.
 
     Args:
       context: the scheduler's shared state.
@@ -76,7 +76,7 @@ class StorageLookups:
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
         self.breaker = CircuitBreaker(
-            f"look-ups in {tier.label}",
+            f"lookups in {tier.label}",
             num_failures=config.breaker_failures,
             retry_s=config.breaker_retry_s,
             clock=context.clock,
@@ -100,7 +100,7 @@ class StorageLookups:
         self._missing.clear()
 
     def ask(self, request: RequestState) -> None:
-        """Decides whether the request waits for a look-up, after a match, and has storage asked if nobody has.
+        """Decides whether the request waits for a lookup, after a match, and has storage asked if nobody has.
 
         Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
         """
@@ -202,16 +202,16 @@ class StorageLookups:
 
     @property
     def _is_late(self) -> bool:
-        """Whether the oldest look-up in flight takes longer than a request would wait for it."""
+        """Whether the oldest lookup in flight takes longer than a request would wait for it."""
         return bool(self._planned_s) and self._clock() >= next(iter(self._planned_s.values())) + self._wait_s
 
     @property
     def has_plans(self) -> bool:
-        """Whether `plan` would plan a look-up."""
+        """Whether `plan` would plan a lookup."""
         return bool(self._wanted) and len(self._planned_s) < _MAX_JOBS
 
     def plan(self, now_s: float) -> None:
-        """Plans one look-up for all that is wanted."""
+        """Plans one lookup for all that is wanted."""
         if not self.has_plans:
             return
         if not self.breaker.admits(_ACCOUNT):
@@ -238,7 +238,7 @@ class StorageLookups:
         self._wanted.clear()
 
     def ended(self, job: Job) -> None:
-        """A look-up of this tier has ended: takes what was found as stored.
+        """A lookup of this tier has ended: takes what was found as stored.
 
         The answer of a job that a reset or a restart has failed is ignored.
         """
@@ -265,7 +265,7 @@ class StorageLookups:
         """Raises AssertionError unless the tables agree with the jobs in flight. For tests."""
         jobs = [job for job in self._jobs.of(JobKind.LOOKUP) if job.wire.tier_id == self._tier_id]
         prefixes = [prefix for job in jobs for prefix in job.wire.prefixes]
-        assert {prefix[0]: prefix for prefix in prefixes} == self._asked, "a look-up in flight that is not known"
+        assert {prefix[0]: prefix for prefix in prefixes} == self._asked, "a lookup in flight that is not known"
         assert len(prefixes) == len(self._asked), "a prefix is asked for twice"
         assert not self._wanted.keys() & self._asked.keys(), "what is in flight is asked for again"
         assert [job.job_id for job in jobs] == list(self._planned_s)

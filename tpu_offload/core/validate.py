@@ -276,7 +276,7 @@ def _result_error(result: Any) -> str:
     if missing != () and (type(missing) is not tuple or not _are_counts(missing)):
         return f"the missing chunks of job {result.job_id} are {missing!r:.100}; expected positions from 0 on"
     if result.num_found != () and (type(result.num_found) is not tuple or not _are_counts(result.num_found)):
-        return f"look-up {result.job_id} has found {result.num_found!r:.100}; expected a tuple of integers from 0 on"
+        return f"lookup {result.job_id} has found {result.num_found!r:.100}; expected a tuple of integers from 0 on"
     if result.state is JobState.FINISHED and (result.error or failed):
         return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
     return ""

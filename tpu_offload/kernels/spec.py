@@ -221,7 +221,7 @@ class TransferSpec:
         """What some devices of one rank have, as if there were no others: a block has pages of only their shards.
 
         The shards are in the order of the devices, along the axis of a page that is split. Each device has the same
-        bytes at the same place as before, so segments and their parts are the same memory (`kernels.parts`).
+        bytes at the same place as before, so segments and their parts are the same memory (`kernels.rank_parts`).
         """
         page = list(self._shard_page)
         is_split = [own != whole for own, whole in zip(page, self.page_shape, strict=True)]

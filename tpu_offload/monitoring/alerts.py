@@ -194,7 +194,7 @@ _STORAGE = (
         name="TpuOffloadStorageLookupsFail",
         severity=Severity.WARNING,
         template="increase({num_failed_storage_lookups}[10m]) > 0",
-        summary=f"{_AT}: {_COUNT} look-ups in a shared storage tier failed or were late",
+        summary=f"{_AT}: {_COUNT} lookups in a shared storage tier failed or were late",
         action="Requests waited for them and were computed. Check the server's load and the network to it.",
     ),
     Alert(

@@ -333,8 +333,8 @@ _STORAGE = Row(
             ),
         ),
         Panel(
-            title="Look-ups in shared tiers",
-            help="Records asked for and found, and look-ups that failed, a second.",
+            title="Lookups in shared tiers",
+            help="Records asked for and found, and lookups that failed, a second.",
             unit=Unit.PER_S,
             queries=(
                 Query(rate("looked_up_storage_chunks"), "asked for"),

@@ -1,4 +1,4 @@
-"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.tiering` plans it.
+"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.storage_planner` plans it.
 
 Admission and the limits of a step are the library's own. No copy fails or takes longer than its step, and what may be
 in flight is not limited. A tier has no prefix rule: it may hold the tail of a prefix whose head is in the host tier

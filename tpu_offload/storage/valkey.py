@@ -9,7 +9,7 @@ left. If the server loses the value, by eviction or by a restart, engines write 
 
 The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
-Reads and writes have a connection each, so that no read waits behind a queue of writes, and so have look-ups and the
+Reads and writes have a connection each, so that no read waits behind a queue of writes, and so have lookups and the
 generation, which are small and wait for neither. The library copies a record
 before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it returns; neither
 holds the interpreter's lock.
@@ -65,7 +65,7 @@ SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
 _PORT = 6379
 _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
-_FIND_BATCH = 4096  # keys in one round trip of a look-up
+_FIND_BATCH = 4096  # keys in one round trip of a lookup
 # Signs in an error of the library, which has no types for them, that the server may answer later.
 _UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
 

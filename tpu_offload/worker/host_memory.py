@@ -197,7 +197,7 @@ class HostMemory:
 
 
 def _is_deleted(stripe: jax.Array) -> bool:
-    """Whether an array has been donated, or only a part of it (`kernels.parts`), which `is_deleted` may not tell."""
+    """Whether an array has been donated, also in part (`kernels.rank_parts`), which `is_deleted` may not tell."""
     return stripe.is_deleted() or any(shard.data.is_deleted() for shard in stripe.addressable_shards)
 
 

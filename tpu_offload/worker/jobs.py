@@ -25,9 +25,9 @@ class _Job:
       writes_caches: it is a load, or a swap in.
       cancelled: the engine has taken its blocks back before all were written, or the caches were lost.
       copy_s: seconds that the copy alone took, if measured.
-      of_storage: it is a copy to or from storage, or a look-up there.
+      of_storage: it is a copy to or from storage, or a lookup there.
       missing: for a promotion, positions of chunks that storage does not have.
-      num_found: for a look-up, what it has found.
+      num_found: for a lookup, what it has found.
     """
 
     started_s: float
@@ -164,7 +164,7 @@ class WorkerJobs:
         self._jobs[job_id].missing += positions
 
     def set_found(self, job_id: int, num_found: tuple[int, ...]) -> None:
-        """Sets the answer of a look-up in flight, see `JobResult.num_found`."""
+        """Sets the answer of a lookup in flight, see `JobResult.num_found`."""
         self._jobs[job_id].num_found = num_found
 
     def is_cancelled(self, job_id: int) -> bool:

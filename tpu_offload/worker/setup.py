@@ -11,7 +11,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
 from tpu_offload.values import as_count, one_line
 from tpu_offload.worker.storage_stack import StorageStack
-from tpu_offload.worker.tier import TierCopies
+from tpu_offload.worker.tier_copies import TierCopies
 
 
 def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:

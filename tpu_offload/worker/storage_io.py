@@ -7,7 +7,7 @@ slot. A slot holds a chunk or a state: its pool knows how it is copied (`worker.
 know how its bytes are stored (`worker.storage_records`). I/O threads never access segments. Each tier has its own
 threads, buffers and bound, so that one that hangs blocks none of the others (`worker.storage_stack`).
 
-Reads and writes use separate threads, so no read waits behind a write; look-ups in a shared tier have one of their own
+Reads and writes use separate threads, so no read waits behind a write; lookups in a shared tier have one of their own
 (`worker.storage_lookups`). One thread does all writes and deletions of a key, in the order of their jobs, so a late
 write never lands after the deletion that follows it. When storage is cleared, the other threads that write wait.
 """
@@ -71,7 +71,7 @@ class StorageCopies:
         self._io = StorageRecords(tier, record_format)
         self._stored_keys = self._list_stored_keys()
         self._readers, self._writers = StorageThreads(f"storage-read-{label}"), StorageThreads(f"storage-write-{label}")
-        self._askers = StorageThreads(f"storage-look-up-{label}", num_threads=int(self.is_shared))
+        self._askers = StorageThreads(f"storage-lookup-{label}", num_threads=int(self.is_shared))
         self._lookups = StorageLookups(tier, jobs, submit=functools.partial(self._askers.submit, _NO_KEY))
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_records = 0  # in flight: each holds its part of a payload or a buffer

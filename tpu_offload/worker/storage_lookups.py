@@ -1,4 +1,4 @@
-"""Look-ups in a shared storage tier, on the worker: which chunks it has, asked on a thread of its own.
+"""Lookups in a shared storage tier, on the worker: which chunks it has, asked on a thread of its own.
 
 An answer is a few numbers, and requests wait for it. So it must not queue behind reads and writes of chunks, which take
 a thousand times as long: no other call runs on this thread.
@@ -36,12 +36,12 @@ class _Call:
 
 @final
 class StorageLookups:
-    """The look-ups of one process. All methods are called by the thread that dispatches the model.
+    """The lookups of one process. All methods are called by the thread that dispatches the model.
 
     Args:
       tier: the storage tier.
       jobs: the worker's jobs.
-      submit: runs a task, which does not raise, on the thread for look-ups.
+      submit: runs a task, which does not raise, on the thread for lookups.
     """
 
     def __init__(self, tier: StorageTier, jobs: WorkerJobs, *, submit: Callable[[Callable[[], None]], None]) -> None:
@@ -53,23 +53,23 @@ class StorageLookups:
 
     @property
     def has_flights(self) -> bool:
-        """Whether any look-up is not collected yet."""
+        """Whether any lookup is not collected yet."""
         return self._num_in_flight > 0
 
     def start(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts look-ups, valid jobs that hold one reference; too many fail."""
+        """Starts lookups, valid jobs that hold one reference; too many fail."""
         for job in jobs:
             if not self._tier.is_shared:
-                self._jobs.drop_ref([job.job_id], "the storage tier is private: it has no look-ups")
+                self._jobs.drop_ref([job.job_id], "the storage tier is private: it has no lookups")
             elif self._num_in_flight >= _MAX_CALLS:
-                self._jobs.drop_ref([job.job_id], f"{_MAX_CALLS} look-ups have no answer yet")
+                self._jobs.drop_ref([job.job_id], f"{_MAX_CALLS} lookups have no answer yet")
             else:
                 self._num_in_flight += 1
                 call = _Call(job.job_id, job.prefixes)
                 self._submit(lambda call=call: _ask(self._tier, call, self._answered))  # type: ignore[misc]
 
     def collect(self) -> None:
-        """Ends the look-ups that were answered."""
+        """Ends the lookups that were answered."""
         while self._answered:
             call = self._answered.popleft()
             self._num_in_flight -= 1
@@ -84,7 +84,7 @@ class StorageLookups:
 
 
 class _Answers:
-    """Ready once so many look-ups are answered and not collected yet."""
+    """Ready once so many lookups are answered and not collected yet."""
 
     def __init__(self, answered: deque[_Call], num_calls: int) -> None:
         self._answered = answered

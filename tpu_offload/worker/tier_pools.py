@@ -10,10 +10,10 @@ from tpu_offload.kernels import Copier, DirectCopier, TransferSpec, choose_paths
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit, pinned_zeros
 from tpu_offload.types import Direction, HostDivision, HostStore
-from tpu_offload.worker.division import HostPool, PoolDivision
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.pool_division import HostPool, PoolDivision
 
 
 @final

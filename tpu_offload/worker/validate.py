@@ -89,9 +89,9 @@ def _prefixes_error(job: CopyJob) -> str:
     """What is invalid about the prefixes of a storage job; empty if nothing is."""
     prefixes, is_lookup = job.prefixes, job.kind is JobKind.LOOKUP
     if type(prefixes) is not tuple or bool(prefixes) is not is_lookup:
-        return f"prefixes are {prefixes!r:.100}; expected a tuple, with some only of a look-up"
+        return f"prefixes are {prefixes!r:.100}; expected a tuple, with some only of a lookup"
     if is_lookup and (job.chunks or job.deleted_keys):
-        return "a look-up has chunks, or keys to delete"
+        return "a lookup has chunks, or keys to delete"
     if not all(type(prefix) is tuple and prefix for prefix in prefixes):
         return "a prefix is not a tuple, or empty"
     if not all(type(key) is bytes and key for prefix in prefixes for key in prefix):

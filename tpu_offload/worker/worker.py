@@ -44,7 +44,7 @@ from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, check_storage_of_ranks, describe_setup
 from tpu_offload.worker.storage_stack import StorageStack
 from tpu_offload.worker.swapping import SwapCopies
-from tpu_offload.worker.tier import TierCopies
+from tpu_offload.worker.tier_copies import TierCopies
 from tpu_offload.worker.tier_pools import TierPools
 from tpu_offload.worker.validate import sound_plan
 

@@ -7,7 +7,7 @@ import pytest
 from tests.core.fakes import BLOCK_SIZE, tokens
 from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, WINDOWS_ONLY, SwapEngine
 from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
-from tpu_offload.core.swap_pool import SwapPool
+from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.types import Direction, JobKind
 
 PROMPT = tokens(18)  # 5 blocks, the last one with one computed token

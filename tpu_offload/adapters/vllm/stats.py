@@ -87,7 +87,7 @@ class OffloadConnectorStats(KVConnectorStats):
         }
         if data.get("failed_storage_chunks") or data.get("num_failed_storage_lookups"):
             line["Failed storage chunks"] = data.get("failed_storage_chunks", 0)
-            line["Failed storage look-ups"] = data.get("num_failed_storage_lookups", 0)
+            line["Failed storage lookups"] = data.get("num_failed_storage_lookups", 0)
         if data.get("num_open_breakers"):
             line["Copy kinds suspended"] = data["num_open_breakers"]
         for direction, label in ((Direction.LOAD, "Longest load (ms)"), (Direction.SAVE, "Longest save (ms)")):

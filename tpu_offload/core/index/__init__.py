@@ -18,9 +18,9 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
 from tpu_offload.core.index.changes import Changes
 from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece, NewPieceKey
 from tpu_offload.core.index.chunk_index import ChunkIndex
+from tpu_offload.core.index.chunk_states import ChunkState
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance, PoolMove
 from tpu_offload.core.index.slots import overlaps
-from tpu_offload.core.index.states import ChunkState
 
 __all__ = [
     "Changes",

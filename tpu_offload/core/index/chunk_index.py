@@ -27,12 +27,12 @@ from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.ages import UseAges
 from tpu_offload.core.index.changes import ChangeLog, Changes
 from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece
+from tpu_offload.core.index.chunk_states import ChunkState, ChunkStates
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.pool_balance import Pool, PoolBalance
 from tpu_offload.core.index.prefix_tree import PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator, TierSlots, overlaps
-from tpu_offload.core.index.states import ChunkState, ChunkStates
 from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.types import ChunkKey

@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Sequence
 from typing import final
 
 from tpu_offload.core.index.changes import ChangeLog
+from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.prefix_tree import MIN_BATCH, NO_CHUNK, STRIDE, PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator
-from tpu_offload.core.index.states import ChunkStates
 from tpu_offload.core.policies import Residents
 from tpu_offload.types import ChunkKey
 

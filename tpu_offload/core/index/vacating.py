@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import final
 
 from tpu_offload.core.index.checkpoints import CheckpointTable
+from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.prefix_tree import NO_CHUNK, PrefixTree
-from tpu_offload.core.index.states import ChunkStates
 from tpu_offload.types import ChunkKey
 
 _MAX_STEPS = 1024  # chunks that one call looks at; 1 ms

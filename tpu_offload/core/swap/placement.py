@@ -7,7 +7,7 @@ from typing import final
 from tpu_offload import hashing
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import host_blocks
-from tpu_offload.core.swap_pool import HostBlocks
+from tpu_offload.core.swap.pool import HostBlocks
 from tpu_offload.types import BlockHash, ChunkKey
 
 

@@ -7,7 +7,7 @@ from typing import final
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
-from tpu_offload.core.swap_pool import HostBlocks
+from tpu_offload.core.swap.pool import HostBlocks
 from tpu_offload.types import ChunkKey, CopyPart, Direction, HostStore, JobKind, JobState
 
 _KINDS = {Direction.SAVE: JobKind.SWAP_OUT, Direction.LOAD: JobKind.SWAP_IN}

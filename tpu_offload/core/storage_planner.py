@@ -1,6 +1,6 @@
 """Copies between the host tier and one storage tier, as the scheduler plans them.
 
-Several tiers have a planner each (`core.tier_stack`); here, *storage* is the tier of this one. What is written and
+Several tiers have a planner each (`core.storage_stack`); here, *storage* is the tier of this one. What is written and
 deleted is decided in `core.storage_writes`, what is read in `core.storage_reads`, and what a shared tier is asked for
 in `core.storage_lookups`. All are kinds of job like any other: every worker has to report them, and they have a
 deadline and one end.
@@ -26,7 +26,7 @@ from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage_jobs import STORAGE_JOBS, WRITES, TierJobs
-from tpu_offload.core.storage_lookups import StorageLookups
+from tpu_offload.core.storage_lookups import LookupPlanner
 from tpu_offload.core.storage_reads import StorageReads, TierNeighbors
 from tpu_offload.core.storage_writes import StorageWrites
 from tpu_offload.core.stored_records import StoredRecords
@@ -83,7 +83,7 @@ class StoragePlanner:
             mark_lost=mark_lost,
             neighbors=neighbors,
         )
-        self._lookups = StorageLookups(
+        self._lookups = LookupPlanner(
             context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self._add_found
         )
         self._breakers = [*jobs.breakers, self._lookups.breaker]
@@ -111,7 +111,7 @@ class StoragePlanner:
     def look_up_pieces(
         self, request: RequestState, checkpoints: Sequence[Sequence[ChunkKey]], *, first: int, end: int
     ) -> None:
-        """Likewise, for checkpoints; see `StorageLookups.ask_pieces`."""
+        """Likewise, for checkpoints; see `LookupPlanner.ask_pieces`."""
         self._lookups.ask_pieces(request, checkpoints, first=first, end=end)
 
     def _add_found(self, keys: Sequence[ChunkKey]) -> None:
@@ -129,7 +129,7 @@ class StoragePlanner:
         return self.writes.has_plans or (self._lookups.has_plans and not self.writes.must_clear)
 
     def plan(self, now_s: float) -> None:
-        """Plans the deletions, the cascade or demotion, and the look-up of the coming step."""
+        """Plans the deletions, the cascade or demotion, and the lookup of the coming step."""
         if not self.writes.must_clear:
             self._lookups.plan(now_s)
         self.writes.plan(now_s)

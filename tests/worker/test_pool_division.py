@@ -12,7 +12,7 @@ from tests.worker.test_windows import PAGE_SHAPE, real_engine
 from tpu_offload import HostDivision, OffloadWorker, StepPlan
 from tpu_offload.kernels.reference import as_bytes
 from tpu_offload.memory import SegmentLimit, host_arena
-from tpu_offload.worker.division import HostPool, PoolDivision
+from tpu_offload.worker.pool_division import HostPool, PoolDivision
 
 
 def engine_and_worker() -> tuple[Any, OffloadWorker]:

@@ -20,13 +20,13 @@ from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage_jobs import STORAGE_JOBS
-from tpu_offload.core.tiering import StoragePlanner
+from tpu_offload.core.storage_planner import StoragePlanner
 from tpu_offload.metrics import OffloadStats, TierStats
 from tpu_offload.types import ChunkKey, WorkerSetup
 
 
 @final
-class TierStack:
+class StorageStackPlanner:
     """Plans the copies to and from all storage tiers; does nothing without any.
 
     Args:
@@ -168,7 +168,7 @@ class TierStack:
     def num_reachable_tokens(self, request: RequestState) -> int:
         """Tokens at the beginning of a prompt that the host tier and storage have, as far as it is known.
 
-        After a look-up of it in the host tier.
+        After a lookup of it in the host tier.
         """
         if not self._tiers:
             return 0
@@ -178,7 +178,7 @@ class TierStack:
         return end * self._chunk_tokens
 
     def look_up(self, request: RequestState) -> None:
-        """Has the nearest shared tier asked for the chunks after those known here; see `StorageLookups.ask`."""
+        """Has the nearest shared tier asked for the chunks after those known here; see `LookupPlanner.ask`."""
         tier = next((tier for tier in self._tiers if tier.is_shared), None)
         if tier is None:
             return
