@@ -10,7 +10,7 @@ from tests.grids import few
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
-from tpu_offload.storage import STORAGE_TIERS, RecordFormat
+from tpu_offload.storage import STORAGE_TIERS, RecordFormat, RegisteredTier
 from tpu_offload.worker import OffloadWorker
 
 # One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
@@ -105,7 +105,7 @@ def test_all_at_once(plain):
 
 
 def test_a_line_of_registration_is_all_that_a_tier_takes(plain, monkeypatch):
-    monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
+    monkeypatch.setitem(STORAGE_TIERS, "memory", RegisteredTier(NAME))
     engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier="memory"))
     assert tokens_of(serve_slowly(engine, rounds())) == plain
     assert engine.offload_stats().promoted_chunks > 0

@@ -10,7 +10,7 @@ import pytest
 from tests.storage.conformance import CHECKS, NUM_CHUNKS, SHARED_CHECKS, SPEC
 from tests.storage.memory_tier import FAULTY, NAME, FaultyTier, MemoryTier, SharedTier
 from tpu_offload.errors import ConfigError
-from tpu_offload.storage import STORAGE_TIERS, StorageSpec, StorageTier, make_tier
+from tpu_offload.storage import STORAGE_TIERS, RegisteredTier, StorageSpec, StorageTier, make_tier
 from tpu_offload.storage.prefix_search import count_leading
 
 
@@ -212,7 +212,7 @@ def test_the_suite_finds_what_is_wrong(tier):
 def test_a_registered_name_and_a_class_of_ones_own(monkeypatch):
     assert type(make_tier(NAME, SPEC)) is MemoryTier
     assert make_tier(FAULTY, SPEC).spec == SPEC
-    monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
+    monkeypatch.setitem(STORAGE_TIERS, "memory", RegisteredTier(NAME))
     assert type(make_tier("memory", SPEC)) is MemoryTier
 
 
@@ -251,6 +251,6 @@ def test_a_bad_name_is_one_clear_line(name, message):
 
 
 def test_the_error_lists_the_registered_names(monkeypatch):
-    monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
+    monkeypatch.setitem(STORAGE_TIERS, "memory", RegisteredTier(NAME))
     with pytest.raises(ConfigError, match="expected one of file, object, valkey, memory, or module:Class"):
         make_tier("memroy", SPEC)

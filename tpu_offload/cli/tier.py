@@ -1,12 +1,13 @@
 """`tpu-offload tier`: looks at what storage tiers hold, of any model, without an engine; and deletes it."""
 
+import functools
 import itertools
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -14,9 +15,9 @@ from tpu_offload.cli.command import require
 from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Decorator, number, option
 from tpu_offload.cli.output import output_file, write_json
-from tpu_offload.errors import ConfigError, InputError
+from tpu_offload.errors import ConfigError, InputError, OffloadError
 from tpu_offload.storage import (
-    INSPECTORS,
+    STORAGE_TIERS,
     StoredRecord,
     StoreInspector,
     Survey,
@@ -25,11 +26,18 @@ from tpu_offload.storage import (
     sample,
     tier_of,
 )
+from tpu_offload.values import one_line
 
 _STORE = """STORE is the directory of a file tier, or the URL of an object or valkey tier, as in
-TPU_OFFLOAD_STORAGE_OPTIONS."""
+TPU_OFFLOAD_STORAGE_OPTIONS; with --tier, the options of that tier."""
 _json = option("--json", output_file, "FILE", "write the results to FILE")
+_tier = option("--tier", str, "NAME", "a tier's name, or module:Class of one of your own (default: as STORE looks)")
 _sample = number("--sample", "check only N records, chosen at random", high=1_000_000)
+
+
+class _Store(NamedTuple):
+    options: str
+    tier: str
 
 
 @click.group(no_args_is_help=False)
@@ -39,31 +47,44 @@ def command() -> None:
 
 def _subcommand(name: str, help_: str) -> Decorator:
     def decorate(function: Any) -> Any:
-        with_store = click.argument("store", metavar="STORE")(click.pass_obj(function))
+        @functools.wraps(function)
+        def run(argv: list[str], store: str, *, tier: str | None, **options: Any) -> int:
+            return int(function(argv, _Store(store, tier or tier_of(store)), **options))
+
+        with_store = click.argument("store", metavar="STORE")(_tier(click.pass_obj(run)))
         return command.command(name, help=f"{help_}\n\n{_STORE}", short_help=help_)(with_store)
 
     return decorate
 
 
 @contextmanager
-def _opened(store: str) -> Iterator[StoreInspector]:
-    tier = tier_of(store)
-    if package := INSPECTORS[tier][2]:
-        require(f"a store of a tier {tier}", package)
+def _opened(store: _Store) -> Iterator[StoreInspector]:
+    if (registered := STORAGE_TIERS.get(store.tier)) and registered.package:
+        require(f"a store of a tier {store.tier}", registered.package)
     try:
-        inspector = open_inspector(store)
+        inspector = open_inspector(store.options, store.tier)
     except ConfigError as e:  # it names the setting, whose syntax this is
         raise InputError(
-            str(e).replace("TPU_OFFLOAD_STORAGE_OPTIONS=", "STORE ").replace("TPU_OFFLOAD_STORAGE_OPTIONS", "STORE")
+            str(e)
+            .replace("TPU_OFFLOAD_STORAGE_OPTIONS=", "STORE ")
+            .replace("TPU_OFFLOAD_STORAGE_OPTIONS", "STORE")
+            .replace("TPU_OFFLOAD_STORAGE_TIER=", "--tier ")
         ) from e
-    with closing(inspector):
-        yield inspector
+    try:
+        with closing(inspector):
+            yield inspector
+    except (OffloadError, OSError, click.ClickException):
+        raise
+    except Exception as e:
+        if registered:
+            raise
+        raise InputError(f"--tier {store.tier}: {type(e).__name__}: {one_line(e)}") from e  # the user's own class
 
 
 @_subcommand("ls", "List models, workers and generations, with their chunks, bytes and ages.")
 @click.option("--keys", is_flag=True, help="also print the key of each chunk, in hexadecimal")
 @_json
-def _ls(argv: list[str], store: str, *, keys: bool, json: Path | None) -> int:
+def _ls(argv: list[str], store: _Store, *, keys: bool, json: Path | None) -> int:
     from tpu_offload.cli import tier_report
 
     survey = Survey()
@@ -80,18 +101,18 @@ def _ls(argv: list[str], store: str, *, keys: bool, json: Path | None) -> int:
 @_subcommand("stats", "Say how full a store is, who uses it, and whether headers of records are damaged.")
 @_sample
 @_json
-def _stats(argv: list[str], store: str, *, sample: int | None, json: Path | None) -> int:
+def _stats(argv: list[str], store: _Store, *, sample: int | None, json: Path | None) -> int:
     return _check(argv, store, headers_only=True, sample_size=sample, json=json)
 
 
 @_subcommand("verify", "Read every record and check all of its bytes; exit with 1 if damage is found.")
 @_sample
 @_json
-def _verify(argv: list[str], store: str, *, sample: int | None, json: Path | None) -> int:
+def _verify(argv: list[str], store: _Store, *, sample: int | None, json: Path | None) -> int:
     return _check(argv, store, headers_only=False, sample_size=sample, json=json)
 
 
-def _check(argv: list[str], store: str, *, headers_only: bool, sample_size: int | None, json: Path | None) -> int:
+def _check(argv: list[str], store: _Store, *, headers_only: bool, sample_size: int | None, json: Path | None) -> int:
     from tpu_offload.cli import tier_report
     from tpu_offload.cli.report import progress
 
@@ -133,7 +154,7 @@ def _check(argv: list[str], store: str, *, headers_only: bool, sample_size: int 
 @_subcommand("clear", "Delete everything that any model has stored, so that no engine ever finds it again.")
 @click.option("--yes", is_flag=True, help="do not ask")
 @_json
-def _clear(argv: list[str], store: str, *, yes: bool, json: Path | None) -> int:
+def _clear(argv: list[str], store: _Store, *, yes: bool, json: Path | None) -> int:
     from tpu_offload.cli import tier_report
     from tpu_offload.cli.report import progress
 

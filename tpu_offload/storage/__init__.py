@@ -3,15 +3,15 @@
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.format import RecordFormat
 from tpu_offload.storage.inspection import Generation, Holding, StoredRecord, StoreInspector, Survey
-from tpu_offload.storage.registry import INSPECTORS, STORAGE_TIERS, find_tier, make_tier, open_inspector, tier_of
+from tpu_offload.storage.registry import STORAGE_TIERS, RegisteredTier, find_tier, make_tier, open_inspector, tier_of
 from tpu_offload.storage.verify import Verdict, Verification, sample
 
 __all__ = [
-    "INSPECTORS",
     "STORAGE_TIERS",
     "Generation",
     "Holding",
     "RecordFormat",
+    "RegisteredTier",
     "StorageSpec",
     "StorageTier",
     "StoreInspector",

@@ -9,6 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, final
 
+from tpu_offload.errors import ConfigError
+from tpu_offload.storage.inspection import StoreInspector
+
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,20 @@ class StorageTier(abc.ABC):
     def __init__(self, spec: StorageSpec) -> None:
         """Makes a tier."""
         self.spec = spec
+
+    @classmethod
+    def open_inspector(cls, options: str) -> StoreInspector:
+        """Opens what tiers with these options have stored, of any model and worker, for `tpu-offload tier`.
+
+        A tier need not have it.
+
+        Args:
+          options: as in `StorageSpec`.
+        Raises:
+          ConfigError: the options are wrong, or there is nothing of such a tier.
+          OSError: the store does not answer.
+        """
+        raise ConfigError(f"{cls.__name__} cannot be inspected; expected a class that implements open_inspector()")
 
     @abc.abstractmethod
     def write(self, key: bytes, record: memoryview) -> None:

@@ -33,6 +33,7 @@ from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.directory_lock import lock, unlock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
+from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
@@ -99,6 +100,13 @@ class FileTier(StorageTier):
     Raises:
       ConfigError: the options are invalid, another process uses the directory, or it cannot be written or allocated.
     """
+
+    @classmethod
+    def open_inspector(cls, options: str) -> StoreInspector:
+        """As in `StorageTier`."""
+        from tpu_offload.storage.file_inspection import FileInspector
+
+        return FileInspector(options)
 
     def __init__(self, spec: StorageSpec) -> None:
         super().__init__(spec)

@@ -31,6 +31,7 @@ from obstore.store import GCSStore, LocalStore, MemoryStore, S3Store
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
 
@@ -67,6 +68,13 @@ class ObjectTier(StorageTier):
     Raises:
       ConfigError: the options are wrong, or the store refuses the bucket, the credentials or a write.
     """
+
+    @classmethod
+    def open_inspector(cls, options: str) -> StoreInspector:
+        """As in `StorageTier`."""
+        from tpu_offload.storage.object_inspection import ObjectInspector
+
+        return ObjectInspector(options)
 
     def __init__(self, spec: StorageSpec) -> None:
         super().__init__(spec)

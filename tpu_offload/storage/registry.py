@@ -1,6 +1,7 @@
-"""Makes the storage tier of the settings: a registered name, or `module:Class`."""
+"""Finds storage tiers, by a registered name or `module:Class`: to make one, or to look at what one has stored."""
 
 import importlib
+from typing import NamedTuple, final
 
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, OffloadError
@@ -8,24 +9,31 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.values import one_line
 
-STORAGE_TIERS: dict[str, str] = {
-    "file": "tpu_offload.storage.file:FileTier",
-    "object": "tpu_offload.storage.object:ObjectTier",
-    "valkey": "tpu_offload.storage.valkey:ValkeyTier",
-}
-"""The `module:Class` of each tier, by name; modules are imported on use."""
 
-INSPECTORS: dict[str, tuple[str, str, str]] = {
-    "file": ("tpu_offload.storage.file_inspection", "FileInspector", ""),
-    "object": ("tpu_offload.storage.object_inspection", "ObjectInspector", "obstore"),
-    "valkey": ("tpu_offload.storage.valkey_inspection", "ValkeyInspector", "glide_sync"),
-}
-"""By tier: module and class of its `StoreInspector`, and the optional package that it needs."""
+@final
+class RegisteredTier(NamedTuple):
+    """A tier that has a name.
 
-_SCHEMES = {
-    "object": ("gs", "s3", "file", "memory"),
-    "valkey": ("valkey", "valkeys", "redis", "rediss"),
+    Attributes:
+      path: `module:Class`; imported on use.
+      schemes: of the URLs that its options begin with; none if they begin with a directory.
+      package: the optional package that it needs.
+    """
+
+    path: str
+    schemes: tuple[str, ...] = ()
+    package: str = ""
+
+
+STORAGE_TIERS: dict[str, RegisteredTier] = {
+    "file": RegisteredTier("tpu_offload.storage.file:FileTier"),
+    "object": RegisteredTier("tpu_offload.storage.object:ObjectTier", ("gs", "s3", "file", "memory"), "obstore"),
+    "valkey": RegisteredTier(
+        "tpu_offload.storage.valkey:ValkeyTier", ("valkey", "valkeys", "redis", "rediss"), "glide_sync"
+    ),
 }
+"""By name."""
+
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
 
@@ -37,7 +45,7 @@ def find_tier(name: str) -> type[StorageTier]:
         is shared but has no `find`.
     """
     what = f"{_SETTING}{name}"
-    module_name, colon, class_name = STORAGE_TIERS.get(name, name).partition(":")
+    module_name, colon, class_name = (STORAGE_TIERS[name].path if name in STORAGE_TIERS else name).partition(":")
     if not colon:
         known = f"one of {', '.join(STORAGE_TIERS)}, or " if STORAGE_TIERS else ""
         several = "; several are separated by `;`" if "," in name else ""
@@ -47,7 +55,7 @@ def find_tier(name: str) -> type[StorageTier]:
     except Exception as e:  # the user's own module may raise anything
         raise ConfigError(
             f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
-            "PYTHONPATH of the worker's process"
+            "PYTHONPATH, of an engine that of its workers' processes"
         ) from e
     if not (isinstance(found, type) and issubclass(found, StorageTier)):
         raise ConfigError(
@@ -83,23 +91,21 @@ def tier_of(options: str) -> str:
     scheme, separator, _ = options.partition("://")
     if not separator:
         return "file"
-    for tier, schemes in _SCHEMES.items():
-        if scheme in schemes:
-            return tier
-    known = ", ".join(f"{scheme}://" for schemes in _SCHEMES.values() for scheme in schemes)
+    for name, tier in STORAGE_TIERS.items():
+        if scheme in tier.schemes:
+            return name
+    known = ", ".join(f"{scheme}://" for tier in STORAGE_TIERS.values() for scheme in tier.schemes)
     raise ConfigError(f"{one_line(scheme)}:// is no storage tier; expected a directory, or one of {known}")
 
 
-def open_inspector(options: str) -> StoreInspector:
-    """Opens what a registered tier has stored, to list, read or clear it without an engine.
+def open_inspector(options: str, tier: str = "") -> StoreInspector:
+    """Opens what a tier has stored, to list, read or clear it without an engine.
 
     Args:
       options: as `TPU_OFFLOAD_STORAGE_OPTIONS` of the tier.
+      tier: its name, or `module:Class`; without, as the options look.
     Raises:
-      ConfigError: the options are wrong, or there is nothing of that tier.
-      ImportError: the tier's library is not installed.
+      ConfigError: there is no such tier, it cannot be inspected, the options are wrong, or there is nothing of it.
       OSError: the store does not answer.
     """
-    module, name, _ = INSPECTORS[tier_of(options)]
-    found: type[StoreInspector] = getattr(importlib.import_module(module), name)
-    return found(options)  # type: ignore[call-arg]
+    return find_tier(tier or tier_of(options)).open_inspector(options)

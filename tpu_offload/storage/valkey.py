@@ -49,6 +49,7 @@ from glide_sync import (
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
@@ -84,6 +85,13 @@ class ValkeyTier(StorageTier):
     """
 
     is_shared = True
+
+    @classmethod
+    def open_inspector(cls, options: str) -> StoreInspector:
+        """As in `StorageTier`."""
+        from tpu_offload.storage.valkey_inspection import ValkeyInspector
+
+        return ValkeyInspector(options)
 
     def __init__(self, spec: StorageSpec) -> None:
         super().__init__(spec)
