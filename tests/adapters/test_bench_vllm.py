@@ -18,6 +18,7 @@ def run(path, *arguments):
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.wide
 def test_the_scheduler_alone(tmp_path):
     printed, report = run(tmp_path / "report.json", "--part", "scheduler")
     assert "pickling the metadata, median (us CPU)" in printed

@@ -35,7 +35,7 @@ SCARCE = {
 }
 
 
-@pytest.mark.parametrize(("model", "scheduling"), few(SCARCE, ("gemma3", "async"), ("qwen3.5", "async")))
+@pytest.mark.parametrize(("model", "scheduling"), few(SCARCE, ("qwen3.5", "async")))
 def test_requests_that_are_preempted_and_a_host_tier_that_evicts(process, plain, model, scheduling):
     num_blocks, steps = SCARCE[model, scheduling]
     engine = {"num_gpu_blocks_override": num_blocks} | (ASYNC if scheduling == "async" else {})

@@ -38,7 +38,7 @@ def layout(process, model, **engine):
     return outcome["steps"][0] | {"num_rows": outcome["end"]["num_rows"] or 0}
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gemma3", "gemma4", "qwen3.5"])
+@pytest.mark.parametrize("model", few(["qwen3", "gemma3", "gemma4", "qwen3.5"], "qwen3", "qwen3.5"))
 def test_blocks_are_those_of_vllm(process, model):
     real, plan = layout(process, model), planned(model)
     assert (real["num_blocks"], real["num_rows"]) == (plan.num_blocks, plan.num_states)

@@ -65,7 +65,7 @@ def stats(outcome, name):
     return [rank["stats"][name] for rank in outcome["end"]["ranks"]]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", few([False, True], True))
 def test_answers_are_those_without_a_connector_and_both_ranks_load(ranked, expected, async_scheduling):
     steps = conversations(max_tokens=20)
     outcome = ranked.run(
@@ -87,7 +87,9 @@ def test_answers_are_those_without_a_connector_and_both_ranks_load(ranked, expec
     check_end(outcome)
 
 
-@pytest.mark.parametrize(("model", "num_saved"), [("gemma3", "num_window_chunks"), ("qwen3.5", "num_states")])
+@pytest.mark.parametrize(
+    ("model", "num_saved"), few([("gemma3", "num_window_chunks"), ("qwen3.5", "num_states")], ("qwen3.5", "num_states"))
+)
 def test_sliding_windows_and_states_of_both_ranks(ranked, model, num_saved):
     """Two ranks on one device each; as many blocks, and rows of states, as without a connector."""
     steps = [
@@ -105,6 +107,7 @@ def test_sliding_windows_and_states_of_both_ranks(ranked, model, num_saved):
     check_end(ours_)
 
 
+@pytest.mark.wide
 def test_pages_of_two_shapes_on_both_ranks(ranked):
     """With few blocks and a small host tier; with async scheduling, loads of pages of one shape fail on both ranks."""
     first, second, third = conversations(max_tokens=20)
@@ -134,8 +137,8 @@ def test_ranks_without_prefix_caching_are_refused(ranked):
     assert "prefix caching is off with 2 data-parallel ranks in one engine" in outcome["error"]
 
 
-@pytest.mark.parametrize("model", few([MODEL, "gemma3", "qwen3.5", "deepseek"], "gemma3", "deepseek"))
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("model", few([MODEL, "gemma3", "qwen3.5", "deepseek"], "gemma3"))
+@pytest.mark.parametrize("async_scheduling", few([False, True], True))
 def test_another_engine_finds_what_both_ranks_have_in_files(ranked, tmp_path, model, async_scheduling):
     """Each rank has files of its own; in the second engine requests go to the rank that has their prefix there."""
     documents = [tokens(f"document {i}", 100) for i in range(4)]
@@ -275,6 +278,7 @@ def test_latents_come_from_the_host_tier_on_both_ranks(ranked, engine, env, bloc
     check_end(outcome)
 
 
+@pytest.mark.wide
 def test_conversations_of_a_model_with_latents(ranked):
     steps = conversations(max_tokens=20)
     engine = RANKS | {"tensor_parallel_size": 2, "block_size": 32, "async_scheduling": True}
@@ -294,6 +298,7 @@ def test_conversations_of_a_model_with_latents(ranked):
     check_end(outcome)
 
 
+@pytest.mark.wide
 def test_latents_on_one_device_with_and_without_prefix_caching(ranked):
     """One rank is an engine without ranks: it has vLLM's own scheduler."""
     steps, only_rank = conversations(max_tokens=20), {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
@@ -310,6 +315,7 @@ def test_latents_on_one_device_with_and_without_prefix_caching(ranked):
         assert outcome["end"]["num_preemptions"] > 0
 
 
+@pytest.mark.wide
 def test_latents_get_as_many_blocks_as_without_a_connector(ranked):
     """Of as many as tpu-inference finds room for."""
     step = {"do": "generate", "prompts": [tokens("a", 40)]}
@@ -323,6 +329,7 @@ def test_latents_get_as_many_blocks_as_without_a_connector(ranked):
     assert min(counts[0]) > 100
 
 
+@pytest.mark.wide
 def test_tpu_inference_mixes_blocks_of_latents_that_are_no_whole_packs(ranked):
     """Without a connector, with the prefix cache alone: why `settings` refuses such blocks."""
     head = tokens("head", 48)

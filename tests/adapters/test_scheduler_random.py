@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 NUM_RUNS = {name: 40 if mode.has_windows else 50 for name, mode in MODES.items()}
 NUM_RUNS |= {name: 25 for name, mode in MODES.items() if mode.has_states or mode.mixed_heads}
 _counts: dict[str, Counter[str]] = {name: Counter() for name in MODES}
-modes = pytest.mark.parametrize("mode", few(MODES, "sync-async", "stages", "states-async", "windows-async"))
+modes = pytest.mark.parametrize("mode", few(MODES, "sync-async", "states-async"))
 _settings = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 

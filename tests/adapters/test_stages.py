@@ -139,6 +139,7 @@ PYTORCH_MODELS: dict[str, tuple[dict[str, Any], dict[str, str], tuple[int, int],
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("model", few(PYTORCH_MODELS, "gemma4"))
 def test_models_that_tpu_inference_runs_with_pytorch(stages, model):
     """Pages of two shapes, of which one stage has only one; windows in one group; latents on one device a stage."""
@@ -173,6 +174,7 @@ def test_tpu_inference_cannot_run_its_own_gemma_4_in_stages(stages):
         stages.run({"model": "gemma4", "engine": STAGES | {"load_format": "dummy"}, "steps": [GENERATE]})
 
 
+@pytest.mark.wide
 def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_path):
     """Each stage has files of its own. What one of them has lost, or cannot read, is computed in both."""
     storage = {

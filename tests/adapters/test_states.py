@@ -8,6 +8,7 @@ from tests.adapters.llm_client import conversations, ours
 from tests.adapters.test_checkpoints import ASYNC, DOCUMENT, EMPTY_HBM, GENERATE, PROMPTS, STAGED
 from tests.adapters.test_hybrid_models import MANY_BLOCKS, NO_PREFIX_CACHE, answers, num_cached
 from tests.adapters.test_llm import assert_nothing_leaked
+from tests.grids import few
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +48,9 @@ def test_states_of_answers_are_saved_if_vllm_keeps_them(process, plain):
     assert kept[0] < kept[1] < kept[2]
 
 
-@pytest.mark.parametrize(("settings", "group"), [({}, 0), ({}, 2), (STAGED, 0)], ids=["attention", "states", "staged"])
+@pytest.mark.parametrize(
+    ("settings", "group"), few([({}, 0), ({}, 2), (STAGED, 0)], ({}, 2)), ids=["attention", "states", "staged"]
+)
 def test_requests_whose_load_fails_are_computed(process, plain, settings, group):
     broken = {"do": "break_loads", "times": 2, "group": group}
     steps = [GENERATE, *EMPTY_HBM, broken, GENERATE, *EMPTY_HBM, GENERATE]

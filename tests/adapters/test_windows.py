@@ -6,6 +6,7 @@ from tests.adapters.llm_client import conversations, ours
 from tests.adapters.test_checkpoints import ASYNC, DOCUMENT, EMPTY_HBM, GENERATE, STAGED
 from tests.adapters.test_hybrid_models import MANY_BLOCKS, NO_PREFIX_CACHE, answers, num_cached
 from tests.adapters.test_llm import assert_nothing_leaked
+from tests.grids import few
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +29,7 @@ def test_requests_whose_load_fails_are_computed(process, plain, settings):
     assert num_cached(outcome)[2] > len(DOCUMENT)
 
 
-@pytest.mark.parametrize("scheduling", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("scheduling", few([{}, ASYNC], ASYNC), ids=["sync", "async"])
 def test_without_prefix_caching(process, plain, scheduling):
     """vLLM hashes prompts for the connector alone, and every hit is one in the host tier."""
     drain, chats = {"do": "drain"}, conversations(max_tokens=12)

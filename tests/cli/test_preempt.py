@@ -99,6 +99,7 @@ def test_default_sizes_cause_enough_preemptions():
         assert workload.num_requests >= preempt.DEFAULT_CONCURRENCY
 
 
+@pytest.mark.wide
 def test_other_sources(tmp_path, chats):
     report = report_of(tmp_path, *chats, "--temperature", "0.8", "--top-k", "20", "--rounds", "1", "--seed", "3")
     assert report["workload"]["num_requests"] == 6

@@ -119,7 +119,9 @@ def test_layers_that_cannot_be_divided(error_of, model):
 
 
 @pytest.mark.parametrize(
-    ("directions", "buckets"), [(("SAVE",), ""), (("LOAD",), "1,2"), (("SAVE", "LOAD"), "1,2")], ids=str
+    ("directions", "buckets"),
+    few([(("SAVE",), ""), (("LOAD",), "1,2"), (("SAVE", "LOAD"), "1,2")], (("SAVE", "LOAD"), "1,2")),
+    ids=str,
 )
 def test_fused_paths(tmp_path, monkeypatch, directions, buckets):
     """The embedded engine supports them, and the copies measured afterwards have a rate too."""

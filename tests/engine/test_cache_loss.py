@@ -114,8 +114,10 @@ def test_tokens_are_those_of_an_undisturbed_run(answers, settings, asynchronous,
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("settings", [SWAPS, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], ids=str)
+@pytest.mark.parametrize("asynchronous", few([False, True], True), ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "settings", few([SWAPS, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], first=1), ids=str
+)
 def test_swapped_requests_come_back(settings, asynchronous):
     config = dataclasses.replace(SMALL_ENGINE, num_blocks=20, max_num_seqs=4, num_spare_blocks=0)
     requests = [make_request(f"r{i}", random_tokens(i, 9), max_tokens=50, temperature=1.0, seed=i) for i in range(6)]
@@ -236,8 +238,14 @@ def test_a_reset_invalidates_the_cache_and_changes_no_token(answers, asynchronou
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("settings", [{}, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], ids=str)
+@pytest.mark.parametrize("asynchronous", few([False, True], True), ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "settings",
+    few(
+        [{}, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}
+    ),
+    ids=str,
+)
 def test_reports_may_stop_coming(settings, asynchronous):
     """Then loads and swaps time out, and the requests that wait for them are recomputed."""
     num_silent, silent = 0, False

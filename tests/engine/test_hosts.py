@@ -151,6 +151,7 @@ def damage(directory):
             file.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.wide
 def test_failures_on_one_host_change_no_token(expected):
     """Host 0 loses its caches in a load, and some saves of host 1 fail."""
     with Hosts(2, 1, wrap_copiers={0: LosesCaches, 1: FailsSaves}) as hosts:

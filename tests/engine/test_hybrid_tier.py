@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("config", "max_tokens", "changes"), few_setups(CASES, "direct", "little host memory", "preemption, async", "swap")
+    ("config", "max_tokens", "changes"), few_setups(CASES, "little host memory", "preemption, async")
 )
 def test_tokens_are_the_same(model, plain, config, max_tokens, changes):
     engine = Engine(model, config, offload=make_offload(**changes))

@@ -19,6 +19,7 @@ from tests.engine.test_cache_loss import Fatal, check_at_rest
 from tests.engine.test_hybrid_tier import TIGHT, make_offload
 from tests.engine.test_reset import ask, computed, finish, push_out
 from tests.engine.test_save_modes import results
+from tests.grids import few
 from tpu_offload import JobKind
 from tpu_offload.engine import Engine
 
@@ -39,7 +40,7 @@ def make_engine(config=ROOMY, *, fatal=(), **changes):
     return engine
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", few([False, True], True), ids=["sync", "async"])
 def test_lost_caches_change_no_token(plain, asynchronous):
     engine = make_engine(dataclasses.replace(TIGHT, async_scheduling=asynchronous), fatal=(1, 4, 9))
     outputs = serve_rounds(engine, rounds())

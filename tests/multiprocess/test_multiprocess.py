@@ -5,7 +5,7 @@ A few short runs of the rig; `scripts/multiprocess` runs more.
 
 import pytest
 
-from tests.grids import few
+from tests.grids import few, few_setups
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.messages import Faults, Setup, Transport
 from tests.multiprocess.run import run_setup
@@ -91,7 +91,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("model", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("model", few_setups({name: (model,) for name, model in RANKS.items()}, "windows and states"))
 def test_data_parallel_ranks(run, model):
     """Each rank has a scheduler; each process sees only its own devices' part of a copy."""
     settings = {"num_cpu_chunks": 60, "state_share": 0.25} if "windows" in model else {"num_cpu_chunks": 12}
@@ -114,7 +114,7 @@ def test_storage_of_data_parallel_ranks_is_refused(run):
     )
 
 
-@pytest.mark.parametrize("tiers", [(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], ids=["private", "shared", "both"])
+@pytest.mark.parametrize("tiers", few([(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], (PRIVATE, SHARED), unpack=False))
 def test_storage(run, tiers):
     """Each process stores its own shards; what one cannot write or read is not loaded on the others."""
     outcome = run(seed=1, settings=storage(*tiers), faults={0: Faults(slow=0.3), 1: Faults(silence=0.2)})
@@ -128,6 +128,7 @@ def test_storage(run, tiers):
     assert outcome.counts["cascaded_chunks"] > 5
 
 
+@pytest.mark.wide
 def test_storage_of_layer_groups(run):
     settings = storage(PRIVATE, SHARED, num_chunks=60) | {"num_cpu_chunks": 24, "state_share": 0.25}
     faults = {0: Faults(storage=0.1), 1: Faults(frozen=0.05)}

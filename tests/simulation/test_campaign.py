@@ -48,17 +48,20 @@ def test_no_rule_is_broken(outcome):
         pytest.fail(f"seed {seed}: {violation}\n{trace}\nscripts/simulate --seed {seed} --steps {NUM_STEPS}")
 
 
+@pytest.mark.wide
 def test_everything_has_happened_often(outcome):
     rare = {name: (outcome.totals[name], least) for name, least in OFTEN.items() if outcome.totals[name] < least}
     assert not rare, "(count, expected minimum)"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", RATES)
 def test_every_fault_has_happened(outcome, kind):
     if kind not in ("abort", "preempt", "reset"):  # counted by their effects
         assert outcome.totals[f"fault: {kind}"] >= 20
 
 
+@pytest.mark.wide
 def test_requests_end_soon_after_the_faults(outcome):
     assert outcome.totals["most steps to finish"] < 1500
 

@@ -28,6 +28,7 @@ def report_of(tmp_path, *flags, status=0):
     return json.loads(path.read_text())
 
 
+@pytest.mark.wide
 def test_all_engines(tmp_path, capsys, steps_as_time):
     report = report_of(tmp_path, "10", *SMALL)
     out = capsys.readouterr().out

@@ -39,12 +39,19 @@ class ChunkTable[V]:
         return key in self.parts[key[0]]
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        for part in self.parts:
-            yield from part
+        return itertools.chain.from_iterable(filter(None, self.parts))
 
     def keys(self) -> Iterator[ChunkKey]:
         """All keys."""
         return iter(self)
+
+    def values(self) -> Iterator[V]:
+        """All values, in the order of `keys`."""
+        return itertools.chain.from_iterable(map(dict.values, filter(None, self.parts)))
+
+    def items(self) -> Iterator[tuple[ChunkKey, V]]:
+        """All keys with their values, in the order of `keys`."""
+        return itertools.chain.from_iterable(map(dict.items, filter(None, self.parts)))
 
     def __getitem__(self, key: ChunkKey) -> V:
         return self.parts[key[0]][key]

@@ -482,9 +482,7 @@ class ChunkIndex:
         self._tree.check_invariants()
         self._states.check_invariants()
         self.checkpoints.check_invariants()
-        self._tier_slots.check_invariants(
-            [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self.checkpoints.occupied()]
-        )
+        self._tier_slots.check_invariants([*self._tree.slot_of.values(), *self.checkpoints.occupied()])
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
         if self._ages is not None:
             self._ages.check_invariants(self._tree.slot_of)

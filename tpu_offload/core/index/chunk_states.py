@@ -137,5 +137,5 @@ class ChunkStates:
         assert all(num > 0 for num in self.pins.values())
         if not self._uncovered:
             assert {slot_of[key] for key in self.invalid} <= self.covered(), "an invalid chunk outlived its pins"
-        assert self.unready <= {slot_of[key] for key in slot_of}
+        assert self.unready <= set(slot_of.values())
         assert all(slot_of[key] in self.unready for key in self.invalid), "an invalid chunk can be found"

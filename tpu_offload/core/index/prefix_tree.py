@@ -176,9 +176,9 @@ class PrefixTree:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless table, columns and orphans agree. O(chunks)."""
-        resident = {self.slot_of[key] for key in self.slot_of}
+        resident = set(self.slot_of.values())
         assert len(resident) == self._num_chunks
-        assert all(self.keys[self.slot_of[key]] == key for key in self.slot_of)
+        assert all(self.keys[slot] == key for key, slot in self.slot_of.items())
         children: dict[int, set[int]] = {slot: set() for slot in resident}
         orphans: dict[ChunkKey, set[int]] = {}
         for slot in resident:
