@@ -15,7 +15,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 type Blocks = list[int]
 type Event = Callable[[float], Blocks]
@@ -212,12 +213,116 @@ def loop(clock: Clock) -> float:
     return 3600
 
 
-KINDS = {kind.__name__: kind for kind in (chat, edits, agent, tools, code, documents, bursts, popular, loop)}
+def drift(clock: Clock) -> float:
+    """Questions about random documents whose popularity moves on: every minute another one becomes the most popular."""
+    rng = clock.random
+    documents = [clock.blocks(rng.randint(5, 40)) for _ in range(2000)]
+    weights = [(i + 1) ** -1.0 for i in range(500)]
+    for time_s, rank in enumerate(rng.choices(range(500), weights, k=9000)):
+        clock.at(time_s, _ask(clock, documents[(rank + time_s // 60) % 2000], 2))
+    return 9000
+
+
+def crawl(clock: Clock) -> float:
+    """A crawler sends long documents once each, between the questions of users about some popular ones."""
+    rng = clock.random
+    documents = [clock.blocks(rng.randint(5, 40)) for _ in range(400)]
+    weights = [1 / (i + 1) for i in range(400)]
+    for time_s in range(4000):
+        clock.at(time_s, _ask(clock, rng.choices(documents, weights)[0], 2))
+        if time_s // 500 % 2:  # in every other interval, as a job that is started now and then
+            clock.at(time_s + 0.5, _ask(clock, clock.blocks(rng.randint(20, 60)), 0))
+    return 4000
+
+
+def retrieval(clock: Clock) -> float:
+    """Questions with a system prompt and a few retrieved passages, best first: their order decides what is shared."""
+    rng, system = clock.random, clock.blocks(3)
+    passages = [clock.blocks(rng.randint(1, 3)) for _ in range(3000)]
+    topics = [rng.choices(range(3000), k=12) for _ in range(400)]
+    weights = [(i + 1) ** -0.9 for i in range(400)]
+
+    def ask() -> Event:
+        topic = rng.choices(topics, weights)[0]
+        found = sorted(range(12), key=lambda i: i + rng.gauss(0, 1.5))[: rng.randint(3, 8)]
+        context = [block for i in found for block in passages[topic[i]]]
+        return lambda _: system + context + clock.blocks(1)
+
+    clock.arrivals(4, 2500, ask)
+    return 2500
+
+
+def search(clock: Clock) -> float:
+    """Tree search: each problem is a tree of steps, and the next step continues a promising one of the last ones."""
+    rng = clock.random
+
+    def start() -> Event:
+        root = clock.blocks(rng.randint(4, 30))
+        frontier = [root]
+        num_left = int(rng.expovariate(1 / 30))
+
+        def expand(time_s: float) -> Blocks:
+            nonlocal num_left
+            node = frontier[-1 - min(len(frontier) - 1, int(rng.expovariate(1 / 3)))]
+            frontier.extend(node + clock.blocks(rng.randint(1, 3)) for _ in range(2))
+            if num_left:
+                num_left -= 1
+                clock.at(time_s + rng.expovariate(1 / 5), expand)
+            return node + clock.blocks(1)
+
+        return expand
+
+    clock.arrivals(0.3, 1500, start)
+    return 1500
+
+
+def shots(clock: Clock) -> float:
+    """Benchmarks with few-shot prompts: the questions of a task follow each other, and eight tasks run at a time."""
+    rng = clock.random
+    for lane in range(8):
+        time_s = float(lane)
+        while time_s < 3000:
+            shown = clock.blocks(rng.randint(3, 40))
+            for _ in range(rng.randint(10, 120)):
+                clock.at(time_s, _ask(clock, shown, rng.randint(1, 3)))
+                time_s += rng.expovariate(1 / 4)
+    return 3000
+
+
+def pauses(clock: Clock) -> float:
+    """Conversations whose users go away for half an hour and return, beside short ones that end soon."""
+    rng, system = clock.random, clock.blocks(2)
+
+    def turn(time_s: float, prompt: Blocks, *, stays: bool) -> Blocks:
+        prompt = prompt + clock.blocks(rng.lognormvariate(1.2, 0.8))
+        if rng.random() < (0.85 if stays else 0.4):
+            away_s = rng.gauss(1800, 300) if stays and rng.random() < 0.4 else rng.lognormvariate(3.5, 0.8)
+            clock.at(time_s + max(5, away_s), lambda t: turn(t, prompt + clock.blocks(1), stays=stays))
+        return prompt + clock.blocks(1)
+
+    def start() -> Event:
+        stays = rng.random() < 0.3
+        return lambda t: turn(t, system, stays=stays)
+
+    clock.arrivals(0.8, 5400, start)
+    return 5400
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(chat, edits, agent, tools, code, documents, bursts, popular, loop),
+        *(drift, crawl, retrieval, search, shots, pauses),
+    )
+}
+
+
+CHANGING = "changing"
 
 
 def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
     """The requests of a kind: time in seconds, and blocks. `changing` is chat, then documents, then the loop."""
-    if kind != "changing":
+    if kind != CHANGING:
         clock = Clock(seed)
         return clock.play(KINDS[kind](clock))
     served: list[tuple[float, Blocks]] = []
@@ -228,14 +333,20 @@ def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
     return served
 
 
+def lines(kind: str, *, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """The same as lines of a trace."""
+    for time_s, prompt in make(kind, seed=seed):
+        line = {"timestamp": int(1000 * time_s), "input_length": 512 * len(prompt), "output_length": 1}
+        yield line | {"hash_ids": prompt}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=[*KINDS, "changing"])
+    parser.add_argument("kind", choices=[*KINDS, CHANGING])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    for time_s, prompt in make(args.kind, seed=args.seed):
-        line = {"timestamp": int(1000 * time_s), "input_length": 512 * len(prompt), "output_length": 1}
-        sys.stdout.write(json.dumps(line | {"hash_ids": prompt}) + "\n")
+    for line in lines(args.kind, seed=args.seed):
+        sys.stdout.write(json.dumps(line) + "\n")
     return 0
 
 

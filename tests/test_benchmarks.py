@@ -135,6 +135,27 @@ def test_policies(run, tmp_path):
         )
 
 
+def test_regret(run, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(json.dumps({"timestamp": t, "hash_ids": [2 * n, 2 * n + 1]}) + "\n" for t, n in enumerate([0, 1] * 60))
+    )
+    out, report = run(
+        "bench_regret", f"--trace {trace} --kinds loop --seeds 1 --setups host hbm --sizes 0.02 0.3 --jobs 1"
+    )
+    rows = report["results"]
+    assert {(row["kind"], row["setup"], row["size"]) for row in rows} == {
+        (kind, setup, size) for kind in ("trace.jsonl", "loop") for setup in ("host", "hbm") for size in (0.02, 0.3)
+    }
+    assert [row["regret"] for row in rows] == sorted((row["regret"] for row in rows), reverse=True)
+    for row in rows:
+        assert set(row["rates"]) == {"lru", "arc", "s3fifo", "wtinylfu"}
+        assert row["regret"] == max(row["rates"].values()) - row["default"] <= row["worst_seed"] + 1e-9
+    (host,) = (row for row in rows if (row["kind"], row["setup"], row["size"]) == ("trace.jsonl", "host", 0.3))
+    assert host["default"] == host["rates"]["lru"] > 0.9, "all of it fits in the least tier of 100 chunks"
+    assert "cells with a regret over 0.002: " in out
+
+
 def test_stalls(run):
     sizes = "--prompt-chunks 20 50 --fill-chunks 40 --staging-blocks 16 --num-steps 3"
     _, report = run("bench_stalls", f"--num-chunks 400 --policies density lru {sizes}")

@@ -1,0 +1,161 @@
+"""How much is the default eviction policy behind the best of the others, on which traffic and at which size?
+
+For each kind of generated traffic (`traffic.py`), each seed, and each size of the host tier, every policy is simulated.
+Hits count after the learning time only, the first part of the requests. The regret of a cell is the hit rate of the
+best other policy less that of the default; negative where the default is the best. A cell is a kind, a setup and a
+size; its regret is the mean over the seeds, because one seed alone says how the dice fell. Worst first.
+
+Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM of 5 % of the unique blocks in front, and blocks
+are saved when they are computed; `evicted` the same, and they are saved when HBM evicts them.
+
+  python benchmarks/bench_regret.py --json regret.json
+  python benchmarks/bench_regret.py --trace conversation_trace.jsonl --setups host hbm
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import traffic
+from common import count, make_parser, print_table, write_json
+
+from tpu_offload.config import DEFAULT_EVICTION_POLICY, SaveEvent
+from tpu_offload.core.policies import POLICIES
+from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
+from tpu_offload.sim.experiment import Case, Experiment, run_all
+from tpu_offload.sim.replay import TierSetup
+
+HBM_SHARE = 0.05
+SETUPS = {
+    "host": (0.0, SaveEvent.COMPUTE),
+    "hbm": (HBM_SHARE, SaveEvent.COMPUTE),
+    "evicted": (HBM_SHARE, SaveEvent.HBM_EVICTION),
+}
+DEFAULT = DEFAULT_EVICTION_POLICY.value
+LEAST_CHUNKS = 100
+
+
+class Cell(NamedTuple):
+    """What is compared, for one seed; `size` is a share of the unique blocks."""
+
+    kind: str
+    setup: str
+    size: float
+
+
+def read_kind(kind: str, seed: int) -> Trace:
+    """Generated traffic, by way of its file format."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.writelines(json.dumps(line) + "\n" for line in traffic.lines(kind, seed=seed))
+        file.flush()
+        return read_traces([Path(file.name)])
+
+
+def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, float]]:
+    """For each size and policy, the share of the prompt blocks after the learning time that hit in the host tier."""
+    hbm_share, save_on = SETUPS[setup]
+    num_blocks = trace.num_unique_blocks
+    hbm_result = simulate_hbm(trace, max(1, int(hbm_share * num_blocks))) if hbm_share else no_hbm(trace)
+    split = int(args.learn * len(trace.requests))
+    experiment = Experiment(trace, split=split, only_second=True, hbm_result=hbm_result)
+    cases = [
+        Case(policy, size, TierSetup(num_chunks=max(LEAST_CHUNKS, round(size * num_blocks)), save_on=save_on))
+        for size in args.sizes
+        for policy in POLICIES
+    ]
+    for i, result in run_all(experiment, cases, num_jobs=args.jobs):
+        yield cases[i].size_share, cases[i].policy, result.second.num_host_hits / max(1, result.second.num_blocks)
+
+
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each cell, the one with the largest regret first."""
+    rates: dict[Cell, dict[str, list[float]]] = {}
+    sources: list[tuple[str, int]] = [(str(path), 0) for path in args.trace]
+    sources += [(kind, seed) for kind in args.kinds for seed in range(args.seeds)]
+    for number, (name, seed) in enumerate(sources):
+        trace = read_traces([Path(name)]) if number < len(args.trace) else read_kind(name, seed)
+        for setup in args.setups:
+            print(f"{number + 1} of {len(sources)}: {name}, seed {seed}, {setup}", file=sys.stderr)
+            for size, policy, rate in rates_of(trace, setup, args):
+                cell = Cell(Path(name).name, setup, size)
+                rates.setdefault(cell, {}).setdefault(policy, []).append(rate)
+    return sorted((_row(cell, found) for cell, found in rates.items()), key=lambda row: -row["regret"])
+
+
+def _row(cell: Cell, rates: dict[str, list[float]]) -> dict[str, Any]:
+    means = {policy: statistics.fmean(found) for policy, found in rates.items()}
+    default = means.pop(DEFAULT)
+    best = max(means, key=lambda policy: means[policy])
+    of_seeds = [
+        max(found[i] for policy, found in rates.items() if policy != DEFAULT) - own
+        for i, own in enumerate(rates[DEFAULT])
+    ]
+    return {
+        **cell._asdict(),
+        "default": default,
+        "best_other": best,
+        "rates": means,
+        "regret": means[best] - default,
+        "worst_seed": max(of_seeds),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    kinds = [*traffic.KINDS, traffic.CHANGING]
+    parser.add_argument("--trace", type=Path, nargs="+", default=[], help="traces, beside the generated traffic")
+    parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
+    parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
+    parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")
+    parser.add_argument("--jobs", type=count, default=2, help="processes")
+    parser.add_argument("--rows", type=count, default=20, help="rows to print")
+    args = parser.parse_args(argv)
+    if not args.trace and not args.kinds:
+        parser.error("--kinds names none, and there is no --trace; expected at least one")
+    for path in args.trace:
+        if not path.is_file():
+            parser.error(f"--trace: there is no file {path}")
+    rows = compare(args)
+    print_table(
+        f"{DEFAULT}: regret in {len(rows)} cells, the worst first",
+        ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "worst seed"],
+        [
+            [
+                row["kind"],
+                row["setup"],
+                f"{row['size']:g}",
+                f"{row['default']:.4f}",
+                row["best_other"],
+                f"{row['rates'][row['best_other']]:.4f}",
+                f"{row['regret']:+.4f}",
+                f"{row['worst_seed']:+.4f}",
+            ]
+            for row in rows[: args.rows]
+        ],
+        num_labels=2,
+    )
+    for least in (0.002, 0.004, 0.01):
+        print(f"cells with a regret over {least:g}: {sum(row['regret'] > least for row in rows)} of {len(rows)}")
+    write_json(args, question="how far the default eviction policy is behind the best of the others", results=rows)
+    return 0
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a share, at least 0 and below 1")
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())
