@@ -1,15 +1,16 @@
 """Memory that moves between chunks and states, as the scheduler plans it."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine
-from tpu_offload import BlockHash, ChunkKey, HostDivision, Use
+from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex, Pool, PoolMove, checkpoints
-from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.core.policies import ARCPolicy, LRUPolicy
 
 CHUNKS, STATES = 4, 5  # in a segment
 
@@ -82,6 +83,26 @@ class CountedRule(DrawnRule):
     def choose(self, **_: Any) -> PoolMove | None:
         self.num_asked += 1
         return None
+
+
+@pytest.mark.parametrize(
+    ("policy", "by_age"),
+    [
+        (None, False),
+        (LRUPolicy, True),
+        (lambda: LRUPolicy(), True),
+        (type("Own", (ARCPolicy,), {}), False),
+        (type("OwnByAge", (ARCPolicy,), {"evicts_by_age": True}), True),
+    ],
+)
+def test_chunks_get_memory_by_age_with_policies_that_evict_by_age(
+    policy: Callable[[], EvictionPolicy] | None, *, by_age: bool
+) -> None:
+    engine = WindowEngine((), num_rows=60, workers=[FakeWorker(num_host_chunks=8, num_host_states=8)])
+    scheduler = OffloadScheduler(engine.scheduler._context.config, engine.layout, num_workers=1, policy=policy)
+    balance = scheduler._context.balance
+    assert balance is not None
+    assert balance._goes_by_age(Pool.CHUNKS) == by_age
 
 
 def test_the_rule_is_asked_only_when_something_has_changed() -> None:

@@ -14,7 +14,7 @@ from tpu_offload.core.engine_api import RequestLimits
 from tpu_offload.core.index import ChunkIndex, PoolBalance
 from tpu_offload.core.jobs import JobTable
 from tpu_offload.core.load_costs import LoadCosts
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, check_maker, find_policy
+from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_maker, find_policy
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap.pool import SwapPool
@@ -93,7 +93,7 @@ class TierContext:
         balance = None
         if segments is not None:
             slots = segments.segment_chunks, segments.segment_states
-            balance = PoolBalance(slots, unit=segments.move_unit, chunks_by_age=policy is LRUPolicy)
+            balance = PoolBalance(slots, unit=segments.move_unit, chunks_by_age=policy().evicts_by_age)
         index = ChunkIndex(
             PriorityPolicy(policy),
             record=record_events,

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Collection, Container, Sequence
-from typing import final
+from typing import ClassVar, final
 
 from tpu_offload.core.chunk_table import Entries
 from tpu_offload.types import ChunkKey
@@ -69,7 +69,13 @@ class EvictionPolicy(abc.ABC):
 
     One request causes several calls: when it loads, for each part of it that is saved, and at its end. They
     carry the same `Use`, so that a policy that counts uses counts one.
+
+    Attributes:
+      evicts_by_age: whether it evicts the chunks first whose last use is longest ago. Then the age of what it evicts
+        says what more memory is worth, and in a tier with states chunks may get memory by it.
     """
+
+    evicts_by_age: ClassVar[bool] = False
 
     def resize(self, num_chunks: int) -> None:  # noqa: B027 (most need no size)
         """The tier has room for this many chunks from now on. Called before any chunk, and at each change."""

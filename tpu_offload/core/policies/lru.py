@@ -19,6 +19,8 @@ from tpu_offload.types import ChunkKey
 class LRUPolicy(EvictionPolicy):
     """Evicts the chunk whose last use is longest ago."""
 
+    evicts_by_age = True
+
     def __init__(self) -> None:
         # Last chunks of uses, least recent first. Every leaf is among them; the others are leftovers of uses that a
         # longer one followed, or will be leaves when the chunks after them, used earlier, have been evicted.
