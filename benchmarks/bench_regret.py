@@ -41,7 +41,7 @@ LEAST_CHUNKS = 100
 
 
 class Cell(NamedTuple):
-    """What is compared, for one seed; `size` is a share of the unique blocks."""
+    """What is compared, over all seeds; `kind` may be the path of a trace, `size` is a share of the unique blocks."""
 
     kind: str
     setup: str
@@ -82,7 +82,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         for setup in args.setups:
             print(f"{number + 1} of {len(sources)}: {name}, seed {seed}, {setup}", file=sys.stderr)
             for size, policy, rate in rates_of(trace, setup, args):
-                cell = Cell(Path(name).name, setup, size)
+                cell = Cell(name, setup, size)
                 rates.setdefault(cell, {}).setdefault(policy, []).append(rate)
     return sorted((_row(cell, found) for cell, found in rates.items()), key=lambda row: -row["regret"])
 

@@ -145,13 +145,13 @@ def test_regret(run, tmp_path):
     )
     rows = report["results"]
     assert {(row["kind"], row["setup"], row["size"]) for row in rows} == {
-        (kind, setup, size) for kind in ("trace.jsonl", "loop") for setup in ("host", "hbm") for size in (0.02, 0.3)
+        (kind, setup, size) for kind in (str(trace), "loop") for setup in ("host", "hbm") for size in (0.02, 0.3)
     }
     assert [row["regret"] for row in rows] == sorted((row["regret"] for row in rows), reverse=True)
     for row in rows:
         assert set(row["rates"]) == {"lru", "arc", "s3fifo", "wtinylfu"}
         assert row["regret"] == max(row["rates"].values()) - row["default"] <= row["worst_seed"] + 1e-9
-    (host,) = (row for row in rows if (row["kind"], row["setup"], row["size"]) == ("trace.jsonl", "host", 0.3))
+    (host,) = (row for row in rows if (row["kind"], row["setup"], row["size"]) == (str(trace), "host", 0.3))
     assert host["default"] == host["rates"]["lru"] > 0.9, "all of it fits in the least tier of 100 chunks"
     assert "cells with a regret over 0.002: " in out
 

@@ -1,6 +1,7 @@
 """The tier of one's own that docs/tiers.md shows: as any other tier, in an engine, and for `tpu-offload tier`."""
 
 import dataclasses
+import importlib
 import json
 import sys
 
@@ -121,9 +122,17 @@ def test_what_cannot_be_done_is_one_clear_line(stored, capsys, argv, message):
     tier.close()
 
 
-def test_a_bug_in_it_is_one_line(stored, capsys):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [('return "files", [', "return 1 / 0, ["), ("self.where = options", "self.where = 1 / 0")],
+    ids=["in use", "while it is opened"],
+)
+def test_a_bug_in_it_is_one_line(stored, monkeypatch, capsys, before, after):
     code = (stored.parent / "modules" / "sqlite_tier.py").read_text()
-    (stored.parent / "modules" / "broken_tier.py").write_text(code.replace('return "files", [', "return 1 / 0, ["))
+    assert before in code
+    (stored.parent / "modules" / "broken_tier.py").write_text(code.replace(before, after))
+    monkeypatch.delitem(sys.modules, "broken_tier", raising=False)
+    importlib.invalidate_caches()
     assert main(["tier", "stats", str(stored), "--tier", "broken_tier:SQLiteTier"]) == 2
     assert capsys.readouterr().err == (
         "tpu-offload: error: --tier broken_tier:SQLiteTier: ZeroDivisionError: division by zero\n"

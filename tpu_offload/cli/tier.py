@@ -62,7 +62,8 @@ def _opened(store: _Store) -> Iterator[StoreInspector]:
     if (registered := STORAGE_TIERS.get(store.tier)) and registered.package:
         require(f"a store of a tier {store.tier}", registered.package)
     try:
-        inspector = open_inspector(store.options, store.tier)
+        with closing(open_inspector(store.options, store.tier)) as inspector:
+            yield inspector
     except ConfigError as e:  # it names the setting, whose syntax this is
         raise InputError(
             str(e)
@@ -70,9 +71,6 @@ def _opened(store: _Store) -> Iterator[StoreInspector]:
             .replace("TPU_OFFLOAD_STORAGE_OPTIONS", "STORE")
             .replace("TPU_OFFLOAD_STORAGE_TIER=", "--tier ")
         ) from e
-    try:
-        with closing(inspector):
-            yield inspector
     except (OffloadError, OSError, click.ClickException):
         raise
     except Exception as e:
