@@ -55,7 +55,7 @@ def kind_of(violation: str) -> str:
     return re.sub(r"\br?\d+\b", "#", violation)[:60]
 
 
-def minimal(setup: Setup, actions: list[Action], *, num_runs: int = 3000) -> tuple[Setup, list[Action], str]:
+def minimal(setup: Setup, actions: list[Action], *, num_runs: int = 1000) -> tuple[Setup, list[Action], str]:
     """A short trace with the same kind of violation as a failing one; the shortest found in so many runs."""
     violation, end = failure(setup, actions)
     kind = kind_of(violation)
