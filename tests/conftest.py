@@ -106,8 +106,15 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.fixture(scope="session")
+def shared_programs(tmp_path_factory, pytestconfig):
+    """The folder of what sessions have compiled."""
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    return cache.mkdir("programs") if cache else tmp_path_factory.mktemp("shared-programs")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def kept_programs(tmp_path_factory, pytestconfig):
+def kept_programs(shared_programs, tmp_path_factory):
     """What XLA has compiled once it does not compile again: not for another function, process or session.
 
     Tracing and lowering remain, and so does the event of a compile, which tests count. `pytest --cache-clear` removes
@@ -116,8 +123,7 @@ def kept_programs(tmp_path_factory, pytestconfig):
     import jax
 
     own = tmp_path_factory.mktemp("programs")
-    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
-    programs = KeptPrograms(own, cache.mkdir("programs") if cache else tmp_path_factory.mktemp("shared-programs"))
+    programs = KeptPrograms(own, shared_programs)
     # -1: all of them, however small and fast.
     kept = {
         "jax_compilation_cache_dir": str(own),
@@ -155,6 +161,19 @@ def exchanged_programs(kept_programs):
     kept_programs.exchange()
     yield
     kept_programs.exchange()
+
+
+@pytest.fixture(scope="module")
+def programs_of_hosts(shared_programs, tmp_path_factory):
+    """What processes of several hosts compile, which no test itself compiles, is kept once `exchange` is called."""
+    own = tmp_path_factory.mktemp("programs-of-hosts")
+    programs = KeptPrograms(own, shared_programs)
+    programs.exchange()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(own))
+        for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
+            patch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "-1")
+        yield programs
 
 
 @pytest.fixture

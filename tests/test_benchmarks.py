@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,10 @@ def test_policies(run, tmp_path):
         )
 
 
-def test_regret(run, tmp_path):
+def test_regret(run, main, monkeypatch, tmp_path):
+    main("bench_regret")
+    traffic = sys.modules["traffic"]
+    monkeypatch.setattr(traffic, "lines", lambda kind, seed, lines=traffic.lines: islice(lines(kind, seed=seed), 500))
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         "".join(json.dumps({"timestamp": t, "hash_ids": [2 * n, 2 * n + 1]}) + "\n" for t, n in enumerate([0, 1] * 60))

@@ -7,7 +7,7 @@ vLLM takes most of a minute and a run some seconds, so a test sends its runs to 
 
 A run:
 
-    model       one of MODELS, or "tiny", of three layers and with weights on disk; without it, qwen3
+    model       one of MODELS; or, with weights on disk, "tiny", of three layers, or a folder; without it, qwen3
     engine      arguments of `LLM` over `ENGINE`
     connector   null, or arguments of `KVTransferConfig` over those of our connector
     env         TPU_OFFLOAD_* of this run
@@ -141,7 +141,8 @@ class EngineRun:
         self._batches: list[Any] = []
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
         self._watch()
-        set_random_weights(self.runner)
+        if llm.llm_engine.vllm_config.load_config.load_format == "dummy":
+            set_random_weights(self.runner)
 
     def _watch(self) -> None:
         self._preempted = count_calls(self._scheduler, "_preempt_request")

@@ -1,7 +1,7 @@
 """The connector in a real `vllm serve`, set up as in docs/vllm.md: async scheduling, `recompute`, preemptions.
 
-There are three servers: `ours`, which most tests share and SIGTERM ends; `plain`, without a connector and with enough
-blocks that no request is preempted, for the expected answers; and `doomed`, whose engine process is killed.
+There are two servers: `ours`, which most tests share and SIGTERM ends; and `doomed`, whose engine process is killed. The
+expected answers are those of an engine without a connector and with enough blocks that no request is preempted.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from scripts.vllm_cpu.vllm_client import Client, Load, answers, words
+from scripts.vllm_cpu.vllm_client import Client, Load, answers, conversation, words
 from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server
 from tests.adapters.kv_tree import KVTree
 from tests.monitoring.prometheus import as_grafana_asks, configure, is_finite, running
@@ -46,27 +46,25 @@ class Served:
             arguments=["--kv-events-config", json.dumps(events)],
             environ=kept.settings,
         )
-        self.plain = self.doomed = None
+        self.doomed = None
         self.tree = KVTree(self.events_path, BLOCK_SIZE)
 
-    def start_others(self):
-        self.plain = Server(self.folder, num_blocks=400, environ=self.kept.settings)
-        for server in (self.ours, self.plain):
-            server.wait_until_ready()
+    def start(self):
+        self.ours.wait_until_ready()
         self.kept.publish()
         self.doomed = Server(  # starts in the background
             self.folder, num_blocks=NUM_BLOCKS, connector=self.connector, environ=self.kept.settings_of_another()
         )
 
     def close(self):
-        for server in (self.ours, self.plain, self.doomed):
+        for server in (self.ours, self.doomed):
             if server is not None:
                 server.kill()
         self.tree.close()
 
-    def ask(self, prompt, server=None, **fields):
-        """Sends one request, by default to `ours`."""
-        return talk(server or self.ours, lambda client: client.complete(prompt, **fields))
+    def ask(self, prompt, **fields):
+        """Sends one request to `ours`."""
+        return talk(self.ours, lambda client: client.complete(prompt, **fields))
 
     def empty_hbm(self):
         """Empties HBM. Requires that no request holds a block."""
@@ -98,37 +96,80 @@ def limits(**entries):
     return {"kv_transfer_params": {f"tpu_offload.{name}": value for name, value in entries.items()}}
 
 
-def right_answer(served, tokens, answer=16):
-    return served.ask(tokens, served.plain, answer=answer).tokens
+LIMITS = {
+    "none": ({}, 96, 96),
+    "cache": (limits(cache=False), 0, 0),
+    "unreadable": (limits(cache="no"), 0, 0),
+    "unknown": (limits(max_load_token=1), 0, 0),
+    "negative": (limits(max_load_tokens=-1), 0, 0),
+    "load": (limits(max_load_tokens=40), 32, 96),
+    "save": ({"kv_transfer_params": {"max_offload_tokens": 50}}, 48, 48),
+    "of others": ({"kv_transfer_params": {"another_connector": 1}}, 96, 96),
+}
+HITS, GONE = prompt("hits", 100), [prompt(f"gone {i}", 150) for i in range(16)]
+LIMITED = {name: prompt(name, 100) for name in LIMITS}
 
 
 @pytest.fixture(scope="module")
-def served(kept_vllm):
+def starting(kept_vllm):
     with Folder() as folder:
         servers = Served(folder, kept_vllm)
         try:
-            servers.start_others()
             yield servers
             kept_vllm.publish()
         finally:
             servers.close()
 
 
-def test_answers_equal_those_without_a_connector_despite_preemptions(served):
+@pytest.fixture(scope="module")
+def expected(process, starting):
+    """Right answers: of the conversations by conversation and turn, then 40 tokens for each of the other prompts."""
+    talks = {number: conversation(PRESSURE, 1, number) for number in range(PRESSURE.conversations)}
+    asked = [HITS, *GONE, *LIMITED.values()]
+    outcome = process.run(
+        {
+            "model": str(starting.folder.model),
+            "engine": {
+                "load_format": "auto", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256,
+                "num_gpu_blocks_override": 400,
+            },
+            "steps": [
+                *[
+                    {"do": "chat", "said": {str(i): next(talk) for i, talk in talks.items()}, "max_tokens": PRESSURE.answer}
+                    for _ in range(PRESSURE.turns)
+                ],
+                {"do": "generate", "prompts": asked, "max_tokens": 40},
+            ],
+        }
+    )  # fmt: skip
+    assert outcome["error"] is None
+    assert outcome["end"]["num_preemptions"] == 0
+    *chats, others = (step["tokens"] for step in outcome["steps"])
+    turns = {(i, turn): answer for turn, chat in enumerate(chats) for i, answer in enumerate(chat)}
+    return turns | {tuple(prompt): answer for prompt, answer in zip(asked, others, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def served(starting, expected):
+    """Once they have started, which takes longer than the right answers."""
+    starting.start()
+    return starting
+
+
+def test_answers_equal_those_without_a_connector_despite_preemptions(served, expected):
     before = served.ours.metrics()
-    expected, found = (talk(server, lambda c: c.converse(PRESSURE, seed=1)) for server in (served.plain, served.ours))
-    assert answers(found) == answers(expected)
-    assert len({tuple(tokens) for tokens in answers(expected).values()}) == PRESSURE.conversations * PRESSURE.turns
-    assert served.plain.metrics()["vllm:num_preemptions_total"] == 0
+    found = answers(talk(served.ours, lambda client: client.converse(PRESSURE, seed=1)))
+    assert found == {turn: expected[turn] for turn in found}
+    assert len({tuple(tokens) for tokens in found.values()}) == PRESSURE.conversations * PRESSURE.turns
     after = served.quiet_metrics()
     assert after["vllm:num_preemptions_total"] - before["vllm:num_preemptions_total"] >= 2
     assert after["vllm:tpu_offload_loaded_tokens_total"] > before["vllm:tpu_offload_loaded_tokens_total"]
     assert "nothing more of it is saved" not in served.ours.log()
 
 
-def test_hits_and_resets(served):
+def test_hits_and_resets(served, expected):
     """A hit in HBM, one in the host tier when HBM is reset, none when both are."""
-    asked = prompt("hits", 100)
+    asked = HITS
     whole = len(asked) // BLOCK_SIZE * BLOCK_SIZE
     found = [served.ask(asked), served.ask(asked)]
     served.empty_hbm()
@@ -138,40 +179,26 @@ def test_hits_and_resets(served):
     served.ours.reset_prefix_cache(external=True)
     found.append(served.ask(asked))
     assert [answer.cached_tokens for answer in found] == [0, whole, whole, 0]
-    assert all(answer.tokens == right_answer(served, asked) for answer in found)
+    assert all(answer.tokens == expected[tuple(asked)][:16] for answer in found)
     for name in ("external_prefix_cache_hits", "tpu_offload_matched_tokens", "tpu_offload_loaded_tokens"):
         assert after[f"vllm:{name}_total"] - before[f"vllm:{name}_total"] == whole, name
 
 
-@pytest.mark.parametrize(
-    ("fields", "found_by_it", "found_later"),
-    [
-        ({}, 96, 96),
-        (limits(cache=False), 0, 0),
-        (limits(cache="no"), 0, 0),
-        (limits(max_load_token=1), 0, 0),
-        (limits(max_load_tokens=-1), 0, 0),
-        (limits(max_load_tokens=40), 32, 96),
-        ({"kv_transfer_params": {"max_offload_tokens": 50}}, 48, 48),
-        ({"kv_transfer_params": {"another_connector": 1}}, 96, 96),
-    ],
-    ids=["none", "cache", "unreadable", "unknown", "negative", "load", "save", "of others"],
-)
-def test_limits_of_a_request(served, fields, found_by_it, found_later):
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_of_a_request(served, expected, name):
     """Sends a prompt twice with these limits, the second time after emptying HBM, then once without limits."""
-    asked = prompt(json.dumps(fields), 100)
+    asked, (fields, found_by_it, found_later) = LIMITED[name], LIMITS[name]
     found = [served.ask(asked, **fields)]
     for later in (fields, limits(max_save_tokens=0)):
         served.empty_hbm()
         found.append(served.ask(asked, **later))
     assert [answer.cached_tokens for answer in found] == [0, found_by_it, found_later]
-    assert all(answer.tokens == right_answer(served, asked) for answer in found)
+    assert all(answer.tokens == expected[tuple(asked)][:16] for answer in found)
 
 
-def test_clients_that_disconnect(served):
+def test_clients_that_disconnect(served, expected):
     """Before the first token, in the middle, or near the end, while other requests are preempted."""
-    asked = [prompt(f"gone {i}", 150) for i in range(16)]
-    expected = [right_answer(served, tokens, 40) for tokens in asked]
+    asked, right_answers = GONE, [expected[tuple(tokens)] for tokens in GONE]
 
     async def all_at_once(client):
         after = [None, 0, 1, 7, None, 20, 33, 0] * 2
@@ -185,14 +212,14 @@ def test_clients_that_disconnect(served):
     num_ended = served.ours.metrics()["vllm:request_success_total"]
     found = talk(served.ours, all_at_once)
     assert {answer.finish for answer in found} == {"disconnected", "length"}
-    for answer, right in zip(found, expected, strict=True):
+    for answer, right in zip(found, right_answers, strict=True):
         assert answer.tokens == right[: len(answer.tokens)]
         assert len(answer.tokens) == 40 or answer.finish == "disconnected"
     assert served.quiet_metrics()["vllm:kv_cache_usage_perc"] == 0
     num_ended = served.ours.metrics()["vllm:request_success_total"] - num_ended
     assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM noticed the disconnects
     served.empty_hbm()
-    assert [served.ask(tokens, answer=40).tokens for tokens in asked] == expected
+    assert [served.ask(tokens, answer=40).tokens for tokens in asked] == right_answers
     served.empty_hbm()  # they hold no blocks any more
 
 

@@ -313,12 +313,13 @@ def test_two_processes(tmp_path, capsys):
     assert report["offload"]["prompt_tokens"]["host"] > 0
 
 
-def test_a_process_that_dies(capsys, monkeypatch):
+def test_a_process_that_dies(capsys, monkeypatch, programs_of_hosts):
     """The command ends with one line, and without its processes."""
     step, pids = HostRunner.step, []
 
     def dying(self, spans, fused=None):
         if self._num_steps == 4:
+            programs_of_hosts.exchange()
             pids.extend(self._hosts.process_ids)
             os.kill(pids[1], signal.SIGKILL)
         return step(self, spans, fused)

@@ -79,7 +79,7 @@ def compared(outputs):
     return {name: (output.tokens, output.logprobs) for name, output in outputs.items()}
 
 
-def test_tokens_equal_those_of_one_process(expected):
+def test_tokens_equal_those_of_one_process(expected, programs_of_hosts):
     """And a host that dies ends the engine with one line, while another waits for it in a collective."""
     with Hosts(2, 1) as hosts:
         plain, _, _ = serve(hosts, None)
@@ -89,6 +89,7 @@ def test_tokens_equal_those_of_one_process(expected):
         assert num_loaded(outputs) > 50
         assert stats.saved_blocks > 0 < stats.loaded_blocks
         assert stats.num_failed_jobs == 0
+        programs_of_hosts.exchange()
 
         engine = Engine(MODEL, ENGINE, offload=OFFLOAD, hosts=hosts)
         engine.add_request(make_request("r", random_tokens(0, 40), max_tokens=80))

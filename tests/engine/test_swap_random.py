@@ -197,7 +197,7 @@ def seeds(max_examples):
     return lambda test: chosen(given(seed=st.integers(0, 2**32 - 1))(test))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", few([False, True], True), ids=["sync", "async"])
 @seeds(3)
 def test_pools_of_all_and_part_and_nothing_of_what_is_needed(reference, asynchronous, seed):
     model, expected = reference

@@ -16,10 +16,11 @@ LATE_AND_LOST = Transport(plan_again=0.2, plan_late=0.1, report_lost=0.1, report
 
 
 @pytest.fixture(scope="module")
-def processes():
+def processes(programs_of_hosts):
     cluster = Cluster(2, 2)
     yield cluster
     cluster.close()
+    programs_of_hosts.exchange()
 
 
 @pytest.fixture

@@ -4,9 +4,8 @@ Each replaces a piece of syntax in one function of `tpu_offload/core`, which is 
 module; `tests.simulation.patterns` describes the patterns. A mutation that does not match exactly one place is an
 error.
 
-No file is changed: a child process imports the library through a finder that replaces one module's source. `python -m
-tests.simulation.mutations` imports jax once, forks a child for each mutation and prints a line of JSON for each with
-what the simulation found.
+No file is changed: the code of the function is exchanged in a process. `python -m tests.simulation.mutations` imports
+the library once, forks a child for each mutation and prints a line of JSON for each with what the simulation found.
 
 A search takes minutes, and a thousand runs for the rarest bugs, so the tests first try the seeds in `caught.json`,
 which found each bug before. `--record` searches for bugs that their seeds no longer find and updates the file; use it
@@ -17,21 +16,21 @@ Most of this long file is the list of mutations.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import gc
-import importlib.abc
-import importlib.machinery
+import importlib
 import json
 import os
 import signal
-import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.patterns import PatternError, functions, replace
+from tests.simulation.patterns import Function, PatternError, functions, replace
 
 ROOT = Path(__file__).resolve().parents[2]
 _CORE = Path("tpu_offload", "core")
@@ -834,30 +833,6 @@ MUTATIONS = (
 )
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module from a mutant's source."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        super().__init__(mutant.module, str(ROOT / mutant.path))
-        self._source = mutant.source
-
-    def get_code(self, fullname: str) -> Any:
-        return compile(self._source, self.path, "exec")
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Finds the mutated module before any other finder."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._mutant.module:
-            return None
-        loader = _Loader(self._mutant)
-        return importlib.machinery.ModuleSpec(fullname, loader, origin=loader.path)
-
-
 @functools.cache
 def _homes(root: Path) -> Mapping[str, Sequence[Path]]:
     """The files that each function is in, by its qualified name."""
@@ -868,6 +843,7 @@ def _homes(root: Path) -> Mapping[str, Sequence[Path]]:
     return homes
 
 
+@functools.cache
 def apply(mutation: Mutation, *, root: Path = ROOT) -> Mutant:
     """The module with the bug.
 
@@ -878,13 +854,27 @@ def apply(mutation: Mutation, *, root: Path = ROOT) -> Mutant:
         path = _home(mutation.function, root)
         tree = ast.parse((root / path).read_text())
         (function,) = [function for name, function in functions(tree) if name == mutation.function]
+        before = _signature(function)
         try:
             replace(function, mutation.find, mutation.new)
+            if _signature(function) != before:
+                raise PatternError("the place is in the signature; expected one in the body")
         except PatternError as e:
             raise ValueError(f"{mutation.function} ({path}:{function.lineno}): {e}") from e
     except ValueError as e:
         raise ValueError(f"mutation {mutation.name!r}: {e}") from e
     return Mutant(".".join(path.with_suffix("").parts), path, ast.unparse(ast.fix_missing_locations(tree)) + "\n")
+
+
+@functools.cache
+def unchanged(path: Path) -> str:
+    """The source of a file, in the form in which mutants have it."""
+    return ast.unparse(ast.parse((ROOT / path).read_text())) + "\n"
+
+
+def _signature(function: Function) -> str:
+    """All but the body."""
+    return "".join(map(ast.dump, [function.args, *function.decorator_list]))
 
 
 def _home(name: str, root: Path) -> Path:
@@ -898,16 +888,54 @@ def _home(name: str, root: Path) -> Path:
     return homes[0]
 
 
-def _hunt(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def planted(mutation: Mutation) -> Iterator[None]:
+    """The library of this process has the bug meanwhile: the function's code is exchanged."""
+    mutant = apply(mutation)
+    function, name = _function(importlib.import_module(mutant.module), mutation.function)
+    before = function.__code__
+    function.__code__ = _code(compile(mutant.source, str(ROOT / mutant.path), "exec"), name)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _function(module: types.ModuleType, name: str) -> tuple[types.FunctionType, str]:
+    """A function of a module and its qualified name; of a function in another one, the outer one."""
+    found: Any = module
+    names = name.split(".")
+    for i, part in enumerate(names):
+        found = vars(found)[part]
+        if not isinstance(found, type):
+            return _unwrapped(found), ".".join(names[: i + 1])
+    raise AssertionError(f"{name} is a class")
+
+
+def _unwrapped(found: Any) -> types.FunctionType:
+    """What a property, a class method, a cached function and the like call."""
+    while not isinstance(found, types.FunctionType) or hasattr(found, "__wrapped__"):
+        inner = (getattr(found, attribute, None) for attribute in ("__wrapped__", "fget", "func"))
+        found = next(function for function in inner if function is not None)
+    return found
+
+
+def _code(outer: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function of a module."""
+    codes = [constant for constant in outer.co_consts if isinstance(constant, types.CodeType)]
+    (found,) = [code for code in codes if name == code.co_qualname or name.startswith(f"{code.co_qualname}.")]
+    return found if name == found.co_qualname else _code(found, name)
+
+
+def _hunt(mutation: Mutation, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
     """Runs seeds until one finds the bug; runs in a child."""
-    if mutation is not None:
-        sys.meta_path.insert(0, Finder(apply(mutation)))
     from tests.simulation.campaign import run_seeds
 
-    for seed in seeds:
-        violations = run_seeds(range(seed, seed + 1), num_steps).violations
-        if violations:
-            return {"seed": seed, "violation": violations[seed]}
+    with planted(mutation):
+        for seed in seeds:
+            violations = run_seeds([seed], num_steps).violations
+            if violations:
+                return {"seed": seed, "violation": violations[seed]}
     return {"seed": -1, "violation": ""}
 
 
@@ -937,12 +965,8 @@ def caught() -> dict[str, int]:
 
 def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[str, Any]]:
     """Runs each bug: on the seed that found it before, then on the first `num_seeds`."""
-    # Imported before the first fork, because they take a second; but not `core`, which the children import mutated.
-    import tpu_offload.config
-    import tpu_offload.metrics
-    import tpu_offload.worker  # noqa: F401
+    import tests.simulation.campaign  # noqa: F401  (once, for all children)
 
-    assert not any(name.startswith("tpu_offload.core") for name in sys.modules)
     gc.freeze()
     known = caught()
     _homes(ROOT)  # for all children

@@ -247,7 +247,7 @@ def test_a_failing_trace_is_shrunk(bug):
 
 
 def test_a_violation_is_saved_and_replays(bug, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shrink, "minimal", functools.partial(shrink.minimal, num_runs=30))
+    monkeypatch.setattr(shrink, "minimal", functools.partial(shrink.minimal, num_runs=10))
     seed, _, _ = first_failing()
     argv = ["--first-seed", str(seed), "--seeds", "1", "--jobs", "1", "--save", str(tmp_path)]
     assert cli.main(argv) == 1

@@ -1,12 +1,10 @@
 """Planted bugs in the flow between host tier and storage: the random lives find each of them."""
 
-import importlib
-import types
 from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.mutations import Mutation, apply
+from tests.simulation.mutations import Mutation, planted
 from tests.storage import hard_lives
 from tests.storage.checkpoint_lives import CheckpointLife
 from tests.storage.lives import live, live_shared
@@ -169,42 +167,31 @@ CHECKPOINT_MUTATIONS = (
 )
 
 
-def _plant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the one method that the mutation changes."""
-    mutant = apply(mutation)
-    module = types.ModuleType(mutant.module)
-    module.__file__ = str(mutant.path)
-    exec(compile(mutant.source, str(mutant.path), "exec"), module.__dict__)
-    class_name, _, method = mutation.function.partition(".")
-    planted = vars(getattr(module, class_name))[method]
-    monkeypatch.setattr(getattr(importlib.import_module(mutant.module), class_name), method, planted)
-
-
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_a_bug_is_found(mutation, monkeypatch):
-    _find(mutation, live, monkeypatch)
+def test_a_bug_is_found(mutation):
+    _find(mutation, live)
 
 
 @pytest.mark.parametrize("mutation", SHARED_MUTATIONS, ids=lambda m: m.name)
-def test_a_bug_in_look_ups_is_found(mutation, monkeypatch):
-    _find(mutation, live_shared, monkeypatch)
+def test_a_bug_in_look_ups_is_found(mutation):
+    _find(mutation, live_shared)
 
 
 @pytest.mark.parametrize("mutation", HARD_MUTATIONS, ids=lambda m: m.name)
-def test_a_bug_is_found_under_more_faults(mutation, monkeypatch):
-    _find(mutation, hard_lives.live, monkeypatch)
+def test_a_bug_is_found_under_more_faults(mutation):
+    _find(mutation, hard_lives.live)
 
 
 @pytest.mark.parametrize("mutation", CHECKPOINT_MUTATIONS, ids=lambda m: m.name)
-def test_a_bug_in_checkpoints_is_found(mutation, monkeypatch):
-    _find(mutation, lambda seed: CheckpointLife(seed).run(100), monkeypatch)
+def test_a_bug_in_checkpoints_is_found(mutation):
+    _find(mutation, lambda seed: CheckpointLife(seed).run(100))
 
 
-def _find(mutation: Mutation, one: Callable[[int], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    _plant(mutation, monkeypatch)
-    for seed in range(_NUM_SEEDS):
-        try:
-            one(seed)
-        except (AssertionError, KeyError):
-            return
+def _find(mutation: Mutation, one: Callable[[int], object]) -> None:
+    with planted(mutation):
+        for seed in range(_NUM_SEEDS):
+            try:
+                one(seed)
+            except (AssertionError, KeyError):
+                return
     pytest.fail(f"{_NUM_SEEDS} lives with this bug broke no rule")

@@ -55,20 +55,15 @@ cases_of_pages = pytest.mark.parametrize(
 
 
 @functools.cache
-def measured(compiler, topology):
-    shapes = {pages.name: pages for pages in PAGES}
-    chosen = [c for c in CASES if c[0] == topology]
-    cases = [
-        case(shapes[name], topology, tp, num_blocks=num_blocks, programs=programs)
-        for _, name, tp, num_blocks, programs in chosen
-    ]
-    results = iter(compiler.compile(cases))
-    return {c[:4]: [next(results) for _ in c[4]] for c in chosen}
+def measured(compiler, which):
+    topology, name, tp, num_blocks, programs = which
+    (pages,) = (pages for pages in PAGES if pages.name == name)
+    return compiler.compile([case(pages, topology, tp, num_blocks=num_blocks, programs=programs)])
 
 
 @cases_of_pages
 def test_copies_stay_within_their_bound(compiler, which):
-    for result in measured(compiler, which[0])[which[:4]]:
+    for result in measured(compiler, which):
         name = result["program"]
         assert result["temp_nbytes"] <= result["bound_nbytes"], name
         assert result["host_temp_nbytes"] == 0, name
@@ -77,7 +72,7 @@ def test_copies_stay_within_their_bound(compiler, which):
 
 @cases_of_pages
 def test_what_is_donated_is_updated_in_place(compiler, which):
-    for result in measured(compiler, which[0])[which[:4]]:
+    for result in measured(compiler, which):
         if result["program"] in ("direct_load", "scatter"):  # in tiles, which may be padded
             assert result["alias_nbytes"] >= result["caches_nbytes"] * which_bits(which)
             assert result["output_nbytes"] <= result["alias_nbytes"] + 4096
