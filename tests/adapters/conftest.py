@@ -58,6 +58,21 @@ def process(tmp_path_factory, kept_vllm):
 
 
 @pytest.fixture(scope="session")
+def ranked(tmp_path_factory, kept_vllm):
+    """The same with four devices, for data-parallel ranks."""
+    settings = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "NEW_MODEL_DESIGN": "1",
+        "DP_SCHED_BATCH_PREFILL": "0",  # it looks at the clock
+    }
+    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings | settings)
+    yield child
+    if not child.has_hung:
+        kept_vllm.publish()
+    child.close()
+
+
+@pytest.fixture(scope="session")
 def plain(process):
     """Outcomes of an engine without a connector for the same steps; each is run once."""
     known = {}

@@ -141,7 +141,7 @@ class EngineRun:
         self._batches: list[Any] = []
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
         self._watch()
-        if llm.llm_engine.vllm_config.load_config.load_format == "dummy":
+        if not Path(self._model, "model.safetensors").exists():
             set_random_weights(self.runner)
 
     def _watch(self) -> None:

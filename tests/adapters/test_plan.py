@@ -5,7 +5,6 @@ import math
 import pytest
 
 from scripts.vllm_cpu.cpu_shim import HBM_NBYTES
-from tests.adapters.llm_client import Process
 from tests.adapters.llm_runs import MODELS
 from tests.grids import few
 from tpu_offload.plan import (
@@ -45,14 +44,6 @@ def test_blocks_are_those_of_vllm(process, model):
     assert real["num_tokens"] == plan.num_tokens
     kinds = [group["window"] or 0 for group in real["groups"] if group["spec"] != "MambaSpec"]
     assert sorted(kinds) == sorted(group.window for group in plan.groups for _ in range(group.num_groups))
-
-
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory, kept_vllm):
-    settings = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NEW_MODEL_DESIGN": "1"}
-    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings | settings)
-    yield child
-    child.close()
 
 
 @pytest.mark.parametrize(

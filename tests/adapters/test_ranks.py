@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.adapters.llm_client import ROOT, Process, conversations, ours, tokens
+from tests.adapters.llm_client import ROOT, conversations, ours, tokens
 from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
 from tests.adapters.test_llm import assert_nothing_leaked
 from tests.grids import few
@@ -24,18 +24,6 @@ RANKS = {
 }
 # Blocks of both ranks. With few, half of the conversations do not fit, and requests are preempted.
 FEW, MANY = RANKS | {"num_gpu_blocks_override": 28}, RANKS | {"num_gpu_blocks_override": 400}
-
-
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory, kept_vllm):
-    settings = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "NEW_MODEL_DESIGN": "1",
-        "DP_SCHED_BATCH_PREFILL": "0",  # it looks at the clock
-    }
-    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings | settings)
-    yield child
-    child.close()
 
 
 @pytest.fixture(scope="module")
