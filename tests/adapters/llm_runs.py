@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -504,14 +505,16 @@ def _clean_up() -> None:
     cleanup_dist_env_and_memory()
 
 
-def _freeze_imports() -> None:
-    """Has the garbage collector skip the million objects of vLLM, torch and jax, where a run spent most of its time.
+def _freezer() -> Callable[[], None]:
+    """What has the garbage collector skip all objects of today.
 
-    vLLM freezes them as well, but together with the engine, and unfreezes all when it ends.
+    Between runs these are the million of vLLM, torch and jax, and what was traced: each engine collects four times, and
+    visiting them took a quarter of a run. vLLM freezes as well, but together with the engine, and unfreezes all when it
+    ends; here it does not.
     """
-    gc.collect()
-    gc.freeze()
+    freeze = gc.freeze
     gc.freeze = gc.unfreeze = lambda: None
+    return freeze
 
 
 def main() -> None:
@@ -533,7 +536,8 @@ def main() -> None:
             Path(models, name).mkdir()
             Path(models, name, "config.json").write_text(json.dumps(config))
         tiny_model.make(Path(models, "tiny"), num_layers=3)
-        for number, line in enumerate(sys.stdin):
+        freeze = _freezer()
+        for line in sys.stdin:
             try:
                 spec = json.loads(line)
                 outcome = run(spec, str(Path(models, spec.get("model", "qwen3"))))
@@ -543,8 +547,8 @@ def main() -> None:
                 _clean_up()
             answers.write(json.dumps(outcome) + "\n")
             answers.flush()
-            if number == 0:  # the first run has imported everything
-                _freeze_imports()
+            gc.collect()
+            freeze()
 
 
 if __name__ == "__main__":
