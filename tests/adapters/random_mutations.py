@@ -49,6 +49,7 @@ def run_all(
         import tpu_inference.core.hybrid_coordinator  # noqa: F401
         import vllm.v1.core.sched.async_scheduler
         import vllm.v1.worker.kv_connector_model_runner_mixin  # noqa: F401
+
         for mutation in mutations:
             yield {"name": mutation.name, **in_child(functools.partial(hunt, mutation, modes, num_seeds, num_steps))}
 

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters.llm_client import ROOT, conversations, ours, tokens
 from tests.adapters.test_hybrid_models import NO_PREFIX_CACHE
 from tests.adapters.test_llm import assert_nothing_leaked
-from tests.grids import few
+from tests.grids import few, few_setups
 from tests.storage.memory_tier import SHARED
 from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
@@ -247,7 +247,7 @@ LATENT_PAGES = {
 }
 
 
-@pytest.mark.parametrize(("engine", "env", "block_nbytes"), LATENT_PAGES.values(), ids=LATENT_PAGES)
+@pytest.mark.parametrize(("engine", "env", "block_nbytes"), few_setups(LATENT_PAGES, "packed"))
 def test_latents_come_from_the_host_tier_on_both_ranks(ranked, engine, env, block_nbytes):
     documents = {"do": "generate", "prompts": [tokens(f"document {i}", 300) for i in range(4)]}
     others = {"do": "generate", "prompts": [tokens(f"other {i}", 400) for i in range(4)]}

@@ -1,7 +1,7 @@
 """The connector in a real `vllm serve`, set up as in docs/vllm.md: async scheduling, `recompute`, preemptions.
 
-There are two servers: `ours`, which most tests share and SIGTERM ends; and `doomed`, whose engine process is killed. The
-expected answers are those of an engine without a connector and with enough blocks that no request is preempted.
+There are two servers: `ours`, which most tests share and SIGTERM ends; and `doomed`, whose engine process is killed.
+The expected answers are those of an engine without a connector and with enough blocks that no request is preempted.
 """
 
 import asyncio
@@ -126,6 +126,7 @@ def expected(process, starting):
     """Right answers: of the conversations by conversation and turn, then 40 tokens for each of the other prompts."""
     talks = {number: conversation(PRESSURE, 1, number) for number in range(PRESSURE.conversations)}
     asked = [HITS, *GONE, *LIMITED.values()]
+    turns = [{str(i): next(talk) for i, talk in talks.items()} for _ in range(PRESSURE.turns)]
     outcome = process.run(
         {
             "model": str(starting.folder.model),
@@ -134,10 +135,7 @@ def expected(process, starting):
                 "num_gpu_blocks_override": 400,
             },
             "steps": [
-                *[
-                    {"do": "chat", "said": {str(i): next(talk) for i, talk in talks.items()}, "max_tokens": PRESSURE.answer}
-                    for _ in range(PRESSURE.turns)
-                ],
+                *({"do": "chat", "said": said, "max_tokens": PRESSURE.answer} for said in turns),
                 {"do": "generate", "prompts": asked, "max_tokens": 40},
             ],
         }
@@ -145,8 +143,8 @@ def expected(process, starting):
     assert outcome["error"] is None
     assert outcome["end"]["num_preemptions"] == 0
     *chats, others = (step["tokens"] for step in outcome["steps"])
-    turns = {(i, turn): answer for turn, chat in enumerate(chats) for i, answer in enumerate(chat)}
-    return turns | {tuple(prompt): answer for prompt, answer in zip(asked, others, strict=True)}
+    by_turn = {(i, turn): answer for turn, chat in enumerate(chats) for i, answer in enumerate(chat)}
+    return by_turn | {tuple(prompt): answer for prompt, answer in zip(asked, others, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from tests.grids import few
 from tpu_offload import JobKind, OffloadConfig
 from tpu_offload.engine import Engine, Seams
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
 SWAPS = {"swap_gb": 0.01, "swap_mode": "swap", "num_cpu_chunks": 0}
 

@@ -12,6 +12,8 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # Three groups of two layers.
 MODEL = dataclasses.replace(TINY, num_layers=6, kv_dtype="float32", sliding_window=10, window_layers=(0, 1, 3, 4))
 PLAIN = dataclasses.replace(SMALL_ENGINE, num_blocks=400, enable_prefix_caching=False)

@@ -13,6 +13,8 @@ from tests.storage.test_engine import serve_slowly
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # Without a prefix cache in HBM, so that all that is found comes from below.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=48, enable_prefix_caching=False)
 

@@ -25,6 +25,8 @@ from tpu_offload import ConfigError, JobKind, OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.engine.offloading import Seams
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=48)
 # No spare blocks: some running requests are soon preempted.
 CROWDED = dataclasses.replace(TIGHT, num_spare_blocks=0)

@@ -24,6 +24,8 @@ from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction, JobKind
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # One conversation fills most of it, so that each turn evicts the others.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
 

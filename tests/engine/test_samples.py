@@ -12,6 +12,8 @@ from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason, SamplingParams
 from tpu_offload.engine.sequence import Phase, Sequence
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PROMPT = random_tokens(0, 22)  # five blocks and two tokens
 
 

@@ -22,6 +22,8 @@ from tests.grids import few, few_setups
 from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28)
 # No spare blocks: some running requests are soon preempted.
 CROWDED = dataclasses.replace(TIGHT, num_spare_blocks=0)

@@ -12,6 +12,8 @@ from tests.engine.test_hybrid import NUM_TURNS, converse, first_turns, results
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODEL = dataclasses.replace(STATEFUL, kv_dtype="float32")
 PLAIN = dataclasses.replace(SMALL_ENGINE, num_blocks=400, enable_prefix_caching=False)
 CACHING = dataclasses.replace(PLAIN, enable_prefix_caching=True, num_states=60)

@@ -23,6 +23,8 @@ from tests.grids import few
 from tpu_offload import JobKind
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 ROOMY = dataclasses.replace(SMALL_ENGINE, num_blocks=96, num_states=40)
 PROMPT = random_tokens(1, 30)
 

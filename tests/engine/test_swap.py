@@ -10,6 +10,8 @@ from tpu_offload import OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.engine.sequence import Phase, Sequence
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=20)  # of four tokens
 
 

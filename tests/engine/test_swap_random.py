@@ -16,6 +16,8 @@ from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MODELS = {"full": TINY, "windows": WINDOWED, "states": STATEFUL}
 NAMES = {model: name for name, model in MODELS.items()}
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=34, max_num_seqs=6)

@@ -1,6 +1,5 @@
 """Each deliberate bug is caught, on a seed that the unmodified library passes."""
 
-import ast
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import sys
 import pytest
 
 from tests.simulation.campaign import run_seeds
-from tests.simulation.mutations import MUTATIONS, ROOT, Mutation, apply, caught, unchanged
+from tests.simulation.mutations import MUTATIONS, Mutation, apply, caught, unchanged
 from tests.simulation.test_campaign import NUM_STEPS, SEEDS
 
 MOST_SEEDS = 200  # tried if the recorded seed no longer finds a bug

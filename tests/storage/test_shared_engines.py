@@ -17,6 +17,8 @@ from tpu_offload.engine import Engine
 from tpu_offload.types import BlockHash
 from tpu_offload.worker import OffloadWorker
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 LATE_S = 60.0  # a busy machine does not reach it
 
 

@@ -29,6 +29,8 @@ from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 from tpu_offload.worker.arrays import wait_for_all
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 NUM_BLOCKS, NUM_PLACES = 12, 16
 TIER, POOL = HostStore.HOST_TIER, HostStore.SWAP_POOL
 # Interleaved layers with two head sizes, as in Gemma-4, and scales of quantized numbers.

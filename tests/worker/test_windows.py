@@ -30,6 +30,8 @@ from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 from tpu_offload.worker.backlog import LoadBacklog
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PAGE_SHAPE = (4, 4, 2, 4)
 NUM_LAYERS = 2
 

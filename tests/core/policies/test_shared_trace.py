@@ -56,7 +56,8 @@ def parts() -> dict[str, Traffic]:
     }
 
 
-@pytest.mark.parametrize("share", few(SHARES, first=1))
+@pytest.mark.wide
+@pytest.mark.parametrize("share", SHARES)
 def test_the_default_is_at_least_the_best_of_the_others(parts, share) -> None:
     expected = {name: parts["all"].rate(name, share) for name in OTHERS}
     assert parts["all"].rate(DEFAULT_POLICY, share) >= max(expected.values()), expected
