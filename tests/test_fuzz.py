@@ -106,6 +106,7 @@ def quiet(caplog):
     caplog.set_level("CRITICAL")
 
 
+@pytest.mark.wide
 def test_fifty_thousand_reports_that_make_no_sense_or_name_unknown_jobs_change_nothing(quiet):
     engine = busy_engine()
     scheduler, rng = engine.scheduler, random.Random(1)
@@ -213,6 +214,7 @@ def strange_job(rng: random.Random) -> object:
     ])  # fmt: skip
 
 
+@pytest.mark.wide
 def test_fifteen_thousand_plans_that_make_no_sense_leave_worker_and_caches_as_they_were(quiet):
     engine = WorkerEngine()
     worker, rng = engine.worker, random.Random(3)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.adapters.llm_client import conversations, tokens
+from tests.grids import few
 
 pytestmark = pytest.mark.vllm
 
@@ -74,7 +75,7 @@ def test_prefix_caching_does_not_change_answers(plain, model):
     assert num_cached(plain(ONE_BY_ONE, MANY_BLOCKS, model)) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
 
 
-@models
+@pytest.mark.parametrize("model", few(GROUPS, "qwen3.5"))
 def test_prefix_caching_on_two_devices(plain, model):
     engine = MANY_BLOCKS | {"tensor_parallel_size": 2}
     cached, computed = (plain(ONE_BY_ONE, engine | more, model) for more in ({}, NO_PREFIX_CACHE))

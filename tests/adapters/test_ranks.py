@@ -337,7 +337,6 @@ def test_schedulers_end_with_the_process_that_forked_them():
     code = """
 import os, time
 from tests.adapters.llm_probes import die_with_parent
-from tests.grids import few
 die_with_parent()
 if os.fork() == 0:
     print(os.getpid(), flush=True)

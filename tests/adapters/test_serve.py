@@ -1,7 +1,7 @@
 """The connector in a real `vllm serve`, set up as in docs/vllm.md: async scheduling, `recompute`, preemptions.
 
-There are two servers: `ours`, which most tests share and SIGTERM ends; and `doomed`, whose engine process is killed.
-The expected answers are those of an engine without a connector and with enough blocks that no request is preempted.
+The tests share a server, which SIGTERM ends; that of which the engine process is killed has a test of its own. The
+expected answers are those of an engine without a connector and with enough blocks that no request is preempted.
 """
 
 import asyncio
@@ -46,20 +46,10 @@ class Served:
             arguments=["--kv-events-config", json.dumps(events)],
             environ=kept.settings,
         )
-        self.doomed = None
         self.tree = KVTree(self.events_path, BLOCK_SIZE)
 
-    def start(self):
-        self.ours.wait_until_ready()
-        self.kept.publish()
-        self.doomed = Server(  # starts in the background
-            self.folder, num_blocks=NUM_BLOCKS, connector=self.connector, environ=self.kept.settings_of_another()
-        )
-
     def close(self):
-        for server in (self.ours, self.doomed):
-            if server is not None:
-                server.kill()
+        self.ours.kill()
         self.tree.close()
 
     def ask(self, prompt, **fields):
@@ -150,7 +140,8 @@ def expected(process, starting):
 @pytest.fixture(scope="module")
 def served(starting, expected):
     """Once they have started, which takes longer than the right answers."""
-    starting.start()
+    starting.ours.wait_until_ready()
+    starting.kept.publish()
     return starting
 
 
@@ -334,11 +325,14 @@ def test_sigterm(served):
     _assert_nothing_leaked(served.ours, shared_memory)
 
 
-def test_the_engine_process_is_killed(served):
-    served.doomed.wait_until_ready()
-    shared_memory = served.doomed.shared_memory()
-    streams = asyncio.run(_streams_when(served.doomed, served.doomed.engine().kill))
-    assert all(isinstance(stream, BaseException) for stream in streams)
-    served.doomed.wait()
-    assert "EngineDeadError" in served.doomed.log()
-    _assert_nothing_leaked(served.doomed, shared_memory)
+@pytest.mark.wide
+def test_the_engine_process_is_killed(starting):
+    environ = starting.kept.settings_of_another()
+    with Server(starting.folder, num_blocks=NUM_BLOCKS, connector=starting.connector, environ=environ) as doomed:
+        doomed.wait_until_ready()
+        shared_memory = doomed.shared_memory()
+        streams = asyncio.run(_streams_when(doomed, doomed.engine().kill))
+        assert all(isinstance(stream, BaseException) for stream in streams)
+        doomed.wait()
+        assert "EngineDeadError" in doomed.log()
+        _assert_nothing_leaked(doomed, shared_memory)

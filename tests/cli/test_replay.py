@@ -313,6 +313,7 @@ def test_two_processes(tmp_path, capsys):
     assert report["offload"]["prompt_tokens"]["host"] > 0
 
 
+@pytest.mark.wide
 def test_a_process_that_dies(capsys, monkeypatch, programs_of_hosts):
     """The command ends with one line, and without its processes."""
     step, pids = HostRunner.step, []

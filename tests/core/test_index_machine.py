@@ -374,5 +374,6 @@ def test_index(name):
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_examples))
 
 
+@pytest.mark.wide
 def test_index_with_lru_and_no_priorities():
     run_state_machine_as_test(LRUIndexMachine, settings=SETTINGS)

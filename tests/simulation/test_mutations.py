@@ -30,6 +30,7 @@ def found():
     return {line["name"]: line for line in lines}
 
 
+@pytest.mark.wide
 def test_the_library_as_it_is_passes_these_seeds():
     assert run_seeds(sorted(set(caught().values())), NUM_STEPS).violations == {}
 

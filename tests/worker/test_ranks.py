@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.grids import few
 from tests.inside import tier_groups
 from tests.jobs import copy_job, key_of, storage_job
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED
@@ -55,7 +56,11 @@ STORAGE: dict[str, Any] = {"storage_wait_s": 6, "storage_lookup_wait_s": 4, "num
 
 
 @pytest.mark.parametrize("faults", [0.0, 0.06])
-@pytest.mark.parametrize("tiers", [(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], ids=["private", "shared", "both"])
+@pytest.mark.parametrize(
+    "tiers",
+    few([(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], (PRIVATE, SHARED), unpack=False),
+    ids=["private", "shared", "both"],
+)
 def test_every_byte_of_every_rank_comes_back_from_storage(tiers, faults):
     settings = STORAGE | {"storage_tier": ";".join(tiers), "num_storage_chunks": ";".join(["30"] * len(tiers))}
     lives = Lives(7, faults=faults / 2, storage_faults=faults, **settings)

@@ -357,6 +357,7 @@ def test_looks_at_few_runs_for_a_victim() -> None:
     assert counted.num_asked / index.num_evicted < 3
 
 
+@pytest.mark.wide
 def test_its_memory_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(density, "_MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 200)

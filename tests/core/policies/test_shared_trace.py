@@ -86,6 +86,7 @@ def part_of_the_way(traffic: Traffic, share: float) -> float:
     return (traffic.rate(DEFAULT_POLICY, share) - lru) / (bound - lru)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", TEXTBOOK)
 @pytest.mark.parametrize("share", TEXTBOOK_SHARES)
 def test_no_worse_than_the_textbook(parts, name, share) -> None:
