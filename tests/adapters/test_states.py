@@ -26,6 +26,7 @@ def test_wrong_kv_would_be_noticed(process, plain, group):
     assert outcome["end"]["num_page_groups"] == 3
 
 
+@pytest.mark.wide
 def test_states_of_answers_are_saved_if_vllm_keeps_them(process, plain):
     """By default it keeps those of prompts only, so the next turn finds no more than the last prompt."""
     engine = MANY_BLOCKS | {"block_size": 16}

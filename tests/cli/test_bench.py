@@ -215,6 +215,7 @@ def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("num_interrupts", few([1, 3], 1))
 def test_interrupt_while_compiling(tmp_path, num_interrupts):
     """Long compilations run on threads; neither the first nor the second Ctrl-C waits for them."""

@@ -223,6 +223,7 @@ def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed)
 SAVING: Counter[Any] = Counter()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("save_on", few(["eviction", "preemption", "compute,eviction,preemption"], "eviction"))
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
 @seeds(5)

@@ -67,6 +67,7 @@ def test_copies_that_fail_on_one_process(run, settings):
     assert outcome.counts["restarts"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("windows", "num_rows"),
     few([((9,), 0), ((), 40), ((5, 14), 40)], ((5, 14), 40)),

@@ -83,6 +83,7 @@ def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
     assert nothing_before.first == HitCounts(0, 0, 0, ())
 
 
+@pytest.mark.wide
 def test_closing_it_early_ends_its_processes(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 200)
     experiment = Experiment(slow, split=0, only_second=False, hbm_result=no_hbm(slow))

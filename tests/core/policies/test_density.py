@@ -296,7 +296,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("num_chunks", [80, 160])
-@pytest.mark.parametrize("traffic", TRAFFIC)
+@pytest.mark.parametrize("traffic", few(TRAFFIC, first=2))
 def test_hits_as_often_as_the_slow_model(traffic, num_chunks) -> None:
     """With 8 seeds its hits were -5.5 to 1.6 % off for one of them, and -2.9 to 0.4 % for all; LRU's -2.9 to -12 %.
 
