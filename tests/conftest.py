@@ -18,7 +18,7 @@ settings.register_profile("tests", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("tests")
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
-# By CPU time, those that take more than fifteen seconds.
+# Those that take longest, by CPU time.
 LONGEST_FIRST = (
     "tests/cli/test_replay.py",
     "tests/engine/test_swap_random.py",

@@ -80,7 +80,7 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def compiled_once_each() -> Iterator[None]:
-    """What workers of this process compile meanwhile is compiled once for each layout."""
+    """What workers of this process compile meanwhile is compiled once for each layout, but for programs of slots."""
     from tpu_offload.kernels.programs import Program
 
     real, compiled = Program.compile, dict[tuple[str, str], Any]()

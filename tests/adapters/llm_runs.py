@@ -501,7 +501,6 @@ def _clean_up() -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     ensure_kv_transfer_shutdown()
-    gc.unfreeze()
     cleanup_dist_env_and_memory()
 
 

@@ -31,7 +31,7 @@ _END_LIMIT_S = 60.0
 
 
 class Served:
-    """The servers."""
+    """The server that most tests share."""
 
     def __init__(self, folder, kept):
         self.folder, self.kept = folder, kept

@@ -224,7 +224,7 @@ SAVING: Counter[Any] = Counter()
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("save_on", few(["eviction", "preemption", "compute,eviction,preemption"], "eviction"))
+@pytest.mark.parametrize("save_on", ["eviction", "preemption", "compute,eviction,preemption"])
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
 @seeds(5)
 def test_saving_at_other_times_costs_no_token(reference, save_on, seed):

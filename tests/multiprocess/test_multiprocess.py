@@ -70,7 +70,7 @@ def test_copies_that_fail_on_one_process(run, settings):
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("windows", "num_rows"),
-    few([((9,), 0), ((), 40), ((5, 14), 40)], ((5, 14), 40)),
+    [((9,), 0), ((), 40), ((5, 14), 40)],
     ids=["windows", "states", "windows and states"],
 )
 def test_layer_groups(run, windows, num_rows):

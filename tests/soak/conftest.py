@@ -1,13 +1,12 @@
 """Shared by the tests of the soak."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.soak import soak
 from tpu_offload.engine import Engine
-from tpu_offload.worker.arrays import is_ready
+from tpu_offload.worker.arrays import wait_for_all
 
 
 @pytest.fixture
@@ -39,12 +38,11 @@ def steps_as_time(monkeypatch):
 
 
 def let_copies_end(engine):
-    """Waits until no copy and no call of storage is in flight, but not for one that is made to be late."""
+    """Waits until no copy is in flight, and a while for calls of storage; not for what is made to be late."""
     if engine._offload is None:
         return
-    until_s = time.monotonic() + 0.02
-    while time.monotonic() < until_s:
-        groups = engine._offload._worker._copies()
-        if all(is_ready(array) for copies in groups for array in copies.waiting_on(all_of_them=True)):
-            return
-        time.sleep(0.0002)
+    worker = engine._offload._worker
+    storage, others = worker._storage, [copies for copies in worker._copies() if copies is not worker._storage]
+    copied = [getattr(token, "array", token) for copies in others for token in copies.waiting_on(all_of_them=True)]
+    assert wait_for_all(copied, timeout_s=60.0)  # without it a busy machine would have other loads and preemptions
+    wait_for_all(storage.waiting_on(all_of_them=True) if storage is not None else [], timeout_s=0.02)
