@@ -349,7 +349,8 @@ class WorkerSetup:
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
       storage_chunks: capacity of each storage tier, nearest first, as in the settings; empty without one.
       stored_keys: by tier, the chunks that it had on this worker when that started, oldest first; of a shared one none.
-        With data-parallel ranks those of all tiers of the first rank, then of the next; each rank gets its own.
+        With data-parallel ranks those of all tiers of the first rank, then of the next; each rank gets its own. None of
+        a rank of which this process has no device: whatever the others have is complete without it.
       shares_storage: by tier, whether other engines use it, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
@@ -366,7 +367,7 @@ class WorkerSetup:
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
     storage_chunks: tuple[int, ...] = ()
-    stored_keys: tuple[tuple[ChunkKey, ...], ...] = ()
+    stored_keys: tuple[tuple[ChunkKey, ...] | None, ...] = ()
     shares_storage: tuple[bool, ...] = ()
     segment_states: int = 0
     rival: int = 0

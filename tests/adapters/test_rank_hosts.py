@@ -4,9 +4,12 @@ Hosts as in `test_hosts`: processes with a real tpu-inference worker each, and a
 joins the outputs of connectors as vLLM's executors do.
 """
 
+import shutil
+
 import pytest
 
 from tests.adapters.llm_client import Process, conversations, ours, tokens
+from tests.storage import servers
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +84,61 @@ def test_latents_come_from_the_host_tiers(hosts):
     assert outcome["steps"][3]["cached"] == [256] * 4
     assert of_ranks(stats(outcome)[0], "loaded_blocks") == [4, 4]
     assert all(a != b for a, b in zip(shuffled, expected[0], strict=True)), "the bytes come from the host tiers"
+
+
+def storage(name, options):
+    waits = {"storage_wait_s": 60.0, "storage_lookup_wait_s": 60.0}
+    tier = {"storage_tier": name, "storage_options": options, "num_storage_chunks": 1000}
+    return ours(num_cpu_chunks=64, host_segment_gb=2e-4, **tier, **waits)
+
+
+@pytest.mark.wide
+def test_another_engine_finds_what_both_ranks_have_in_the_files_of_their_hosts(hosts, tmp_path):
+    """Each host has files of the rank whose devices it has; what is lost of one rank is computed again."""
+    documents = {"do": "chat", "said": {f"document {i}": tokens(f"document {i}", 100) for i in range(4)}}
+    # From the step of the first prompts on the ranks know what they have.
+    steps = [
+        {"do": "chat", "said": {"first": [5] * 20, "second": [6] * 20}},
+        documents,
+        {"do": "drain"},
+        {"do": "stats"},
+    ]
+    spec = {"engine": RANKS, "connector": storage("file", f"{tmp_path / 'kv'},min_free_gb=0"), "steps": steps}
+    expected = answers(hosts.run({"engine": RANKS, "steps": steps[:2]}))
+    one, other = (hosts.run(spec) for _ in range(2))
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-3"]
+    shutil.rmtree(tmp_path / "kv" / "worker-3")
+    last = hosts.run(spec)
+    for outcome in (one, other, last):
+        assert answers(outcome) == expected
+        assert of_ranks(stats(outcome)[0], "num_failed_jobs") == [0, 0]
+        assert of_ranks(stats(outcome)[0], "failed_storage_chunks") == [0, 0]
+    assert min(of_ranks(stats(one)[0], "cascaded_chunks")) > 5
+    assert of_ranks(stats(other)[0], "restored_chunks") == of_ranks(stats(one)[0], "cascaded_chunks")
+    assert min(of_ranks(stats(other)[0], "promoted_chunks")) > 5
+    assert other["steps"][1]["cached"] == [96] * 4
+    kept, lost = of_ranks(stats(last)[0], "restored_chunks")
+    assert lost == 0 < kept
+
+
+@pytest.mark.wide
+def test_ranks_share_on_a_server_what_their_hosts_store(hosts):
+    """On whatever host a request is served, its prefix is found, and every host can read it."""
+    pytest.importorskip("glide_sync")
+    prompt = tokens("document", 100)
+    steps = [
+        {"do": "chat", "said": {"one": prompt}},
+        {"do": "drain"},
+        {"do": "chat", "said": {f"other {i}": [*prompt, 5 + i] for i in range(4)}},
+        {"do": "stats"},
+    ]
+    expected = answers(hosts.run({"engine": RANKS, "steps": [steps[0], steps[2]]}))
+    with servers.running(servers.valkey()) as server:
+        connector = storage("valkey", f"valkey://127.0.0.1:{server.port}?timeout_s=30")
+        outcome = hosts.run({"engine": RANKS, "connector": connector, "steps": steps})
+    assert answers(outcome) == expected
+    assert outcome["steps"][2]["cached"] == [96] * 4
+    (end,) = stats(outcome)
+    assert sorted(of_ranks(end, "cascaded_chunks")) == [0, 6]
+    assert max(of_ranks(end, "promoted_chunks")) > 0
+    assert of_ranks(end, "failed_storage_chunks") == [0, 0]

@@ -401,19 +401,6 @@ def test_data_parallel_ranks_in_stages_need_the_plugin(monkeypatch):
     assert count_workers(with_ranks) == 2
 
 
-def test_storage_with_data_parallel_ranks_on_several_hosts_is_refused(monkeypatch):
-    from tpu_inference import envs
-
-    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "ray", raising=False)
-    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", "file")
-    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", "/kv")
-    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_GB", "1")
-    with pytest.raises(
-        ConfigError, match=r"STORAGE_TIER=file with 4 data-parallel ranks .* on several hosts: storage is"
-    ):
-        read_config(config(sharding_config=Sharding()), kv_cache_config(8))
-
-
 # HBM.
 
 

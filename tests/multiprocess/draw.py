@@ -30,7 +30,7 @@ def draw_setup(seed: int, *, num_processes: int, num_devices: int, num_steps: in
         settings=_draw_settings(
             rng, blocks_per_chunk, num_cpu_chunks * (1 + len(windows)), has_groups=bool(windows or num_rows)
         )
-        | (_draw_storage(seed) if data_ranks == 1 else {})
+        | _draw_storage(seed)
         | by_data_rank,
         host_segment_chunks=segment_chunks,
         swap_blocks=rng.choice((0, 6, 16)),

@@ -10,13 +10,14 @@ from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
 from tests.multiprocess.messages import ROWS, Begin, End, Plans, Reply, Setup, Step
 from tests.multiprocess.settings import make_config
+from tests.multiprocess.stepped_storage import SHARED
 from tests.resets import draw_from
 from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, Update
 
 _MAX_DRAIN_STEPS = 120
 _COUNTED = (
     "saved_blocks", "loaded_blocks", "num_failed_jobs", "num_rejected_reports", "num_ignored_results",
-    "cascaded_chunks", "promoted_chunks",
+    "cascaded_chunks", "promoted_chunks", "failed_storage_chunks",
 )  # fmt: skip
 _MAX_LATE = 4  # most steps by which a plan is late
 
@@ -177,12 +178,16 @@ class _Run:
         return self._together(engine.expected() for engine in self._engines)
 
     def _together(self, of_ranks: Iterable[Mapping[int, int]]) -> dict[int, int]:
-        """By place in the caches, what each rank has by its own blocks and rows."""
+        """By place in the caches, what each rank has by its own blocks and rows.
+
+        No rank has the bytes of another, unless they share what they store: then equal prefixes have equal bytes.
+        """
         setup, together = self.setup, {}
+        are_alike = SHARED in setup.settings.get("storage_tier", "")
         for data_rank, own in enumerate(of_ranks):
             for place, seed in own.items():
                 size = setup.num_rows if place >= ROWS else setup.num_blocks
-                together[place + data_rank * size] = seed + (data_rank << 80)  # no rank has the bytes of another
+                together[place + data_rank * size] = seed + (0 if are_alike else data_rank << 80)
         return together
 
     # Messages.

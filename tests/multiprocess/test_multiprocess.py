@@ -108,14 +108,6 @@ def test_data_parallel_ranks(run, model):
     assert outcome.counts["num_failed_jobs"] > 3
 
 
-def test_storage_of_data_parallel_ranks_is_refused(run):
-    refused = run(seed=1, data_ranks=2, settings=storage(PRIVATE)).refused
-    assert refused == (
-        f"ConfigError: TPU_OFFLOAD_STORAGE_TIER={PRIVATE} and 2 data-parallel ranks on several hosts: storage is not "
-        "supported there; unset it, or run one engine on each host"
-    )
-
-
 @pytest.mark.parametrize("tiers", few([(PRIVATE,), (SHARED,), (PRIVATE, SHARED)], (PRIVATE, SHARED), unpack=False))
 def test_storage(run, tiers):
     """Each process stores its own shards; what one cannot write or read is not loaded on the others."""
@@ -128,6 +120,24 @@ def test_storage(run, tiers):
     outcome = run(seed=2, settings=settings, faults=faults, reset=0.02, restart=0.05, restart_without_caches=0.5)
     assert_right(outcome)
     assert outcome.counts["cascaded_chunks"] > 5
+
+
+@pytest.mark.parametrize("model", few_setups({name: (model,) for name, model in RANKS.items()}, "windows and states"))
+def test_storage_of_data_parallel_ranks(run, model):
+    """A process stores what its devices have of each rank; of ranks without devices there, it has nothing to store."""
+    larger = {"num_cpu_chunks": 24, "state_share": 0.25} if "windows" in model else {}
+    unlike = {0: Faults(slow=0.3), 1: Faults(silence=0.2)}
+    outcome = run(seed=8, settings=storage(PRIVATE, num_chunks=60) | larger, **model, faults=unlike)
+    assert_right(outcome)
+    assert outcome.counts["promoted_chunks"] > 5
+    assert outcome.counts["failed_storage_chunks"] == 0
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+    faults = {0: Faults(storage=0.2, save=0.05, segment=0.02), 1: Faults(storage=0.1, frozen=0.1, load=0.05)}
+    settings = storage(PRIVATE, SHARED, num_chunks=60) | larger
+    outcome = run(seed=9, settings=settings, **model, faults=faults, reset=0.02, restart=0.05, max_ahead=2)
+    assert_right(outcome)
+    assert outcome.counts["cascaded_chunks"] > 5
+    assert outcome.counts["failed_storage_chunks"] > 3
 
 
 @pytest.mark.wide

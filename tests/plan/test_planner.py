@@ -207,8 +207,19 @@ def test_more_full_layers_than_windows_are_one_group():
     assert (plan.window_nbytes, len(plan.caches.groups)) == (0, 1)
 
 
-def test_storage_is_not_for_ranks_on_several_hosts():
-    assert [tier.name for tier in plan_of("deepseek-v3", "v5p-64").tiers] == ["host memory"]
+def test_a_request_is_read_by_the_hosts_of_its_rank():
+    """One rank of all hosts, as many ranks as hosts, and more."""
+
+    def rates(num_ranks):
+        plan = plan_of("qwen3-32b", "v5p-64", num_ranks=num_ranks)
+        return {tier.name: tier.nbytes_per_s for tier in plan.tiers}, plan.num_hosts
+
+    (more, num_hosts), (equal, _), (fewer, _) = rates(32), rates(8), rates(4)
+    assert num_hosts == 8
+    assert more["file"] == equal["file"]
+    assert fewer["file"] == 2 * equal["file"]
+    network = "a remote store, at most"
+    assert 2 * equal[network] == fewer[network]
     assert len(plan_of("llama-3.1-8b", "v6e-16").tiers) == 5
 
 

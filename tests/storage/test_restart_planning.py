@@ -52,6 +52,16 @@ def test_chunks_keep_their_order_of_eviction():
     assert planner(engine).stored_keys() == engine.keys(B) + engine.keys(C)[::-1], "tails go first"
 
 
+def test_a_worker_that_stores_no_part_changes_nothing():
+    """As a host without devices of this data-parallel rank, at first and when it is started anew."""
+    engine = StorageEngine(num_workers=3)
+    keys = store(engine, A)
+    adopt(engine, None, keys, keys[1:])
+    assert planner(engine).stored_keys() == keys[1:]
+    adopt(engine, None)
+    assert planner(engine).stored_keys() == keys[1:]
+
+
 def test_only_what_all_workers_have_is_stored():
     engine = StorageEngine(num_workers=2)
     keys = store(engine, A)

@@ -3,7 +3,10 @@
 import dataclasses
 import os
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from tests.jobs import key_of
@@ -153,6 +156,19 @@ def test_the_first_reports_list_each_tier():
     assert setup.stored_keys == ((key_of(7),), ())
     assert setup.shares_storage == (False, True)
     engine.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("hosts_of_rank", "holder_id"),
+    [([0], 0), ([5], 0), ([2, 5], 1), (None, 7)],
+    ids=["first", "other", "two", "one host"],
+)
+def test_a_shared_tier_numbers_the_hosts_of_each_rank(monkeypatch, hosts_of_rank, holder_id):
+    """Not all hosts, or what is stored of one rank would not be found for another. On one host workers are stages."""
+    sharding = SimpleNamespace(is_fully_addressable=hosts_of_rank is None)
+    spec: Any = SimpleNamespace(cache_sharding=sharding, processes=lambda rank: hosts_of_rank or [0])
+    monkeypatch.setattr(jax, "process_index", lambda: (hosts_of_rank or [0])[-1])
+    assert storage_stack._holder_id(spec, 3, worker_id=7) == holder_id
 
 
 def test_a_size_in_gb_bounds_the_files(tmp_path):

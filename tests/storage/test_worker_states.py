@@ -88,7 +88,7 @@ class StateEngine(EngineBase):
         }
         super().__init__(rng, caches, layout, host | storage | settings)
         self.worker.wait_until_allocated()
-        (pools,) = self.worker._storage._pools
+        (pools,) = self.worker._storage._pools.values()
         self.first_state = pools[1].first_slot if len(pools) > 1 else sys.maxsize
         self.step_id = 0
 
@@ -240,6 +240,7 @@ def test_every_bit_comes_back_from_a_file_and_after_a_restart(num_devices, tmp_p
     engine.worker.close()
     second = StateEngine(**settings)
     (listed,) = second.worker.poll().setup.stored_keys
+    assert listed is not None
     expected = {*names[:3], chunk(9), *(key for i in (1, 2, 3, 9) for key in parts(i))}
     assert (len(listed), set(listed)) == (len(expected), expected)
     second.run(second.promote((state(9), second.state(6)), (chunk(9), 5)))

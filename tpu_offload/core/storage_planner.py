@@ -87,7 +87,7 @@ class StoragePlanner:
             context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self._add_found
         )
         self._breakers = [*jobs.breakers, self._lookups.breaker]
-        self._listings: dict[int, Sequence[ChunkKey]] = {}  # by worker, until all have started
+        self._listings: dict[int, Sequence[ChunkKey] | None] = {}  # by worker, until all have started
         self._num_workers = num_workers
         self._has_adopted = False
 
@@ -143,12 +143,13 @@ class StoragePlanner:
         self.records.clear()
         self._fail_jobs("storage was cleared")
 
-    def adopt(self, worker_id: int, listed: Sequence[ChunkKey], *, is_shared: bool = False) -> None:
+    def adopt(self, worker_id: int, listed: Sequence[ChunkKey] | None, *, is_shared: bool = False) -> None:
         """A worker has started, for the first time or again, and has these records in storage, oldest first.
 
         A record is stored if all workers have it. Jobs in flight fail: the worker has lost them. A tier that other
         engines share lists nothing and is asked. It makes room by itself: what this one no longer knows is not deleted.
-        What this one knows is stored nevertheless: the worker's process has lost none of it.
+        What this one knows is stored nevertheless: the worker's process has lost none of it. None: this worker stores
+        no part of a record.
         """
         records = self.records
         records.is_shared = records.is_shared or is_shared
@@ -161,9 +162,9 @@ class StoragePlanner:
             self._listings[worker_id] = listed
             if len(self._listings) < self._num_workers:
                 return
-            self._restore(list(self._listings.values()))
+            self._restore([listing for listing in self._listings.values() if listing is not None])
             self._has_adopted, self._listings = True, {}
-        else:
+        elif listed is not None:
             own = set(listed)
             for name in [name for name in records.stored if name not in own]:
                 records.forget(name)
@@ -171,7 +172,7 @@ class StoragePlanner:
 
     def _restore(self, listings: Sequence[Sequence[ChunkKey]]) -> None:
         """Takes what all workers have as stored."""
-        if self.writes.must_clear:  # it is from before the reset
+        if self.writes.must_clear or not listings:  # it is from before the reset
             return
         first, *others = listings
         common = set(first).intersection(*others)

@@ -316,8 +316,8 @@ def _storage_error(setup: WorkerSetup) -> str:
     if not len(chunks) == len(stored) == len(shares):
         return f"a worker has {len(chunks)} sizes of tiers, {len(stored)} lists of keys and {len(shares)} that share"
     for listed in stored:
-        if type(listed) is not tuple or not all(type(key) is bytes and key for key in listed):
-            return "the stored keys of a worker are not tuples of bytes"
+        if listed is not None and (type(listed) is not tuple or not all(type(key) is bytes and key for key in listed)):
+            return "the stored keys of a worker are not tuples of bytes, or None"
     if not all(type(is_shared) is bool for is_shared in shares):
         return f"the setup of a worker has shares_storage={shares!r:.200}; expected a bool for each tier"
     return ""

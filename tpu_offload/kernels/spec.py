@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -210,11 +210,18 @@ class TransferSpec:
         )
 
     def local_devices(self, rank: int) -> list[Any]:
-        """The devices of this process that have the blocks of a rank, by their ids."""
+        """The devices of this process that have the blocks of a rank, by their ids; none if other hosts have them."""
+        return self._devices_of(rank, self.cache_sharding.addressable_devices)
+
+    def processes(self, rank: int) -> list[int]:
+        """The processes that have devices with the blocks of a rank, by `jax.process_index`."""
+        return sorted({int(device.process_index) for device in self._devices_of(rank, self.cache_sharding.device_set)})
+
+    def _devices_of(self, rank: int, among: Set[Any]) -> list[Any]:
         shape = (self.num_ranks * self.num_blocks, *self.page_shape)
-        indices = self.cache_sharding.addressable_devices_indices_map(shape)
+        indices = self.cache_sharding.devices_indices_map(shape)
         first = rank * self.num_blocks
-        own = [device for device, index in indices.items() if index is not None and (index[0].start or 0) == first]
+        own = [device for device in among if (indices[device][0].start or 0) == first]
         return sorted(own, key=lambda device: int(device.id))
 
     def part(self, devices: Sequence[Any]) -> "TransferSpec":

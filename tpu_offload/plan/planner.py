@@ -309,12 +309,13 @@ def _break_even(
 def _tiers(
     model: ModelShape, machine: Machine, serving: Serving, num_chips: float, kv_copies: float, *, num_hosts: int
 ) -> tuple[TierRate, ...]:
-    # The KV of one request is on the devices of one rank, and comes over their links.
+    # The KV of one request is on the devices of one rank, and comes over their links. Only their hosts read it.
     link = machine.chip.link_nbytes_per_s * num_chips / serving.num_ranks
+    hosts_of_rank = max(1.0, num_hosts / serving.num_ranks)
+    network = machine.chip.network_nbytes_per_s * num_chips * hosts_of_rank / num_hosts
     rates = {"host memory": link}
-    if num_hosts == 1 or serving.num_ranks == 1:  # storage is refused with ranks on several hosts
-        rates |= {name: min(link, rate * num_hosts) for name, rate in _STORAGE_RATES.items()}
-        rates["a remote store, at most"] = min(link, machine.chip.network_nbytes_per_s * num_chips)
+    rates |= {name: min(link, rate * hosts_of_rank) for name, rate in _STORAGE_RATES.items()}
+    rates["a remote store, at most"] = min(link, network)
     return tuple(
         TierRate(
             name=name,
@@ -380,11 +381,9 @@ def _advice_on_layers(plan: Plan) -> Iterator[str]:
 def _advice_on_memory(plan: Plan) -> Iterator[str]:
     serving, num_hosts = plan.serving, plan.num_hosts
     if plan.caches and plan.host_tokens < 2 * plan.hbm_kv_tokens:
-        has_storage = num_hosts == 1 or serving.num_ranks == 1
-        action = "add storage below it (docs/tiers.md), or do not" if has_storage else "do not"
         yield (
             f"The host tier holds {plan.host_tokens / max(1, plan.hbm_kv_tokens):.1f} times what HBM holds. Below 2 it "
-            f"mostly holds the same prompts as HBM: {action} expect much."
+            f"mostly holds the same prompts as HBM: add storage below it (docs/tiers.md), or do not expect much."
         )
     of_hosts = num_hosts * plan.machine.num_devices // plan.machine.num_hosts
     if serving.num_devices < of_hosts:

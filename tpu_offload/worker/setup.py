@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from tpu_offload.config import ENV_PREFIX, OffloadConfig
+from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
@@ -30,15 +30,6 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
     )
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
-
-
-def check_storage_of_ranks(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any]) -> None:
-    """Raises ConfigError if there are storage tiers, and data-parallel ranks on several hosts."""
-    if config.storage_tiers and layout.num_ranks > 1 and not kv_caches[0].sharding.is_fully_addressable:
-        raise ConfigError(
-            f"{ENV_PREFIX}STORAGE_TIER={';'.join(config.storage_tier)} and {layout.num_ranks} data-parallel ranks on "
-            "several hosts: storage is not supported there; unset it, or run one engine on each host"
-        )
 
 
 def check_count(name: str, value: Any) -> int:

@@ -99,6 +99,19 @@ class SlotPool:
             memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=self.rank)
         return tokens, ""
 
+    def mark_written(self, slot: int, rank: int) -> None:
+        """The devices of a rank, all of them on other hosts, are written.
+
+        Every host dispatches the loads of every rank, and refuses those of places that it knows to be empty.
+
+        Raises:
+          TransferError: the memory is lost here.
+        """
+        for memory in self.memories:
+            segment_id, place = self._place(slot, memory)
+            memory.arena.segment(segment_id)
+            memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=rank)
+
     def end_write(self, slot: int, tokens: Sequence[jax.Array]) -> str:
         """Checks the ready tokens of `write`; returns an error in one line, empty if all that it dispatched is there.
 

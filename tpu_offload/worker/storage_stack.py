@@ -5,7 +5,8 @@ belong to one tier each (`worker.storage_io`), so a tier that hangs, such as a f
 
 Data-parallel ranks have slots, jobs and schedulers of their own, and so each has its own tiers, with names of its own
 for what only they may change. In a tier that engines share, ranks share what they store, as these do: a record is the
-same whichever rank has written it.
+same whichever rank has written it. On several hosts, a process without devices of a rank has nothing of it to store: it
+acknowledges that rank's jobs at once, so that what the others report decides.
 """
 
 import hashlib
@@ -15,18 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import jax
+
 from tpu_offload.config import OffloadConfig
-from tpu_offload.kernels import Part, SlotCopier, make_slot_copiers, part_of_rank
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import Part, SlotCopier, TransferSpec, make_slot_copiers, part_of_rank
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import pinned_zeros
 from tpu_offload.storage import RecordFormat, StorageSpec, find_tier, make_tier
 from tpu_offload.storage.format import FINGERPRINT_NBYTES
-from tpu_offload.types import ChunkKey, CopyJob
-from tpu_offload.worker.host_memory import HostMemory
+from tpu_offload.types import ChunkKey, CopyJob, JobKind
+from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage_io import StorageCopies
 from tpu_offload.worker.storage_records import record_payload_nbytes
-from tpu_offload.worker.storage_slots import SlotPool
+from tpu_offload.worker.storage_slots import SlotPool, pool_of
 from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
@@ -62,7 +66,9 @@ class StorageStack:
         self._jobs = jobs
         self._worker_id, self._num_ranks = worker_id, layout.num_ranks
         all_memories = [*memories, *state_memories]
-        parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in range(layout.num_ranks)]
+        self._spec = spec = memories[0].spec
+        ranks = [rank for rank in range(layout.num_ranks) if spec.local_devices(rank)]
+        parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in ranks]
         sizes = [memory.blocks_per_chunk for memory in all_memories]
         self._copiers = make_slot_copiers(
             config.storage_copy_path,
@@ -70,18 +76,19 @@ class StorageStack:
             allocate=pinned_zeros,
             precompile=not config.skip_jax_precompile,
         )
-        self._pools = [
-            _make_pools(config, layout, rank, copiers, memories=memories, state_memories=state_memories)
-            for rank, copiers in enumerate(self._copiers)
-        ]
+        self._pools = {
+            rank: _make_pools(config, layout, rank, copiers, memories=memories, state_memories=state_memories)
+            for rank, copiers in zip(ranks, self._copiers, strict=True)
+        }
         self._num_tiers = len(config.storage_tiers)
-        self._tiers: list[StorageCopies] = []  # of the first rank, nearest first, then of the next
+        # By rank and number of the tier: of the first rank that has devices here, nearest first, then of the next.
+        self._tiers: dict[tuple[int, int], StorageCopies] = {}
         try:
-            for rank, own in enumerate(parts):
+            for rank, own in zip(ranks, parts, strict=True):
                 fingerprint = _fingerprint(config, layout, self._pools[rank], own)
                 for tier_id, num_chunks in enumerate(config.storage_chunks(layout)):
                     copies = self._make_copies(config, layout, rank, tier_id, fingerprint, num_chunks=num_chunks)
-                    self._tiers.append(copies)
+                    self._tiers[rank, tier_id] = copies
         except BaseException:
             self.close()
             raise
@@ -90,9 +97,10 @@ class StorageStack:
         self, config: OffloadConfig, layout: KVLayout, rank: int, tier_id: int, fingerprint: bytes, *, num_chunks: int
     ) -> StorageCopies:
         settings, pools = config.storage_tiers[tier_id], self._pools[rank]
-        holder_id = self._worker_id
-        if not find_tier(settings.name).is_shared:
-            holder_id = holder_id * self._num_ranks + rank
+        if find_tier(settings.name).is_shared:
+            holder_id = _holder_id(self._spec, rank, worker_id=self._worker_id)
+        else:
+            holder_id = self._worker_id * self._num_ranks + rank
         record_format = RecordFormat(
             fingerprint=fingerprint,
             worker_id=holder_id,
@@ -122,28 +130,32 @@ class StorageStack:
 
     @property
     def tiers(self) -> Sequence[StorageCopies]:
-        """The copies of each tier, nearest first: those of the first rank, then of the next."""
-        return self._tiers
+        """The copies of each tier, nearest first: those of the first rank that has devices here, then of the next."""
+        return tuple(self._tiers.values())
 
     @property
     def are_shared(self) -> tuple[bool, ...]:
         """By tier, whether other engines use it, too."""
-        return tuple(tier.is_shared for tier in self._tiers[: self._num_tiers])
+        return tuple(tier.is_shared for tier in self.tiers[: self._num_tiers])
 
     @property
-    def stored_keys(self) -> tuple[tuple[ChunkKey, ...], ...]:
-        """By rank and tier, what earlier incarnations of this worker left in it, oldest first."""
-        return tuple(tier.stored_keys for tier in self._tiers)
+    def stored_keys(self) -> tuple[tuple[ChunkKey, ...] | None, ...]:
+        """By rank and tier, what earlier incarnations of this worker left in it, oldest first.
+
+        None of a rank without devices here: the worker stores no part of what it has.
+        """
+        tiers = itertools.product(range(self._num_ranks), range(self._num_tiers))
+        return tuple(self._tiers[of].stored_keys if of in self._tiers else None for of in tiers)
 
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight."""
-        return any(tier.has_flights for tier in self._tiers)
+        return any(tier.has_flights for tier in self._tiers.values())
 
     @property
     def is_landing(self) -> bool:
         """Whether what was read is being written to its slot."""
-        return any(tier.is_landing for tier in self._tiers)
+        return any(tier.is_landing for tier in self._tiers.values())
 
     @property
     def hbm_nbytes(self) -> int:
@@ -167,28 +179,28 @@ class StorageStack:
 
     def collect(self) -> None:
         """Dispatches the writes of what was read into its slots, and ends finished items."""
-        for tier in self._tiers:
+        for tier in self._tiers.values():
             tier.collect()
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
-        return [waited for tier in self._tiers for waited in tier.waiting_on(all_of_them=all_of_them)]
+        return [waited for tier in self._tiers.values() for waited in tier.waiting_on(all_of_them=all_of_them)]
 
     def close(self) -> None:
         """Ends the threads, dropping queued items, and closes the tiers that do not hang. The caller has waited."""
-        for tier in self._tiers:  # all of them, before the first is waited for
+        for tier in self._tiers.values():  # all of them, before the first is waited for
             tier.stop()
         until_s = time.monotonic() + _CLOSE_S
-        for tier in self._tiers:
+        for tier in self._tiers.values():
             tier.close(until_s)
 
     # Inside.
 
     def _start(self, jobs: Sequence[CopyJob], start: Callable[[StorageCopies, Sequence[CopyJob]], None]) -> None:
-        """Starts the valid jobs, each on its tier; the others fail."""
+        """Starts the valid jobs, each on its tier, and ends those of ranks without devices here; the others fail."""
         if not jobs:  # as in nearly every step
             return
-        slots = [pool.slots for pool in self._pools[0]]  # of every rank
+        slots = [pool.slots for pool in next(iter(self._pools.values()))]  # of every rank
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already: ignored", job.job_id)
@@ -197,8 +209,34 @@ class StorageStack:
             if error:
                 self._jobs.start(job.job_id, of_storage=True)
                 self._jobs.drop_ref([job.job_id], error)
+            elif (job.rank, job.tier_id) in self._tiers:
+                start(self._tiers[job.rank, job.tier_id], (job,))
             else:
-                start(self._tiers[job.rank * self._num_tiers + job.tier_id], (job,))
+                self._acknowledge(job)
+
+    def _acknowledge(self, job: CopyJob) -> None:
+        """Ends a job of a rank without devices here: it finds all and lacks nothing, so the other hosts decide."""
+        self._jobs.start(job.job_id, of_storage=True)
+        self._jobs.set_found(job.job_id, tuple(map(len, job.prefixes)))
+        error = ""
+        if job.kind is JobKind.PROMOTE:
+            pools = next(iter(self._pools.values()))
+            try:
+                for _, slot in job.chunks:
+                    pool_of(pools, slot).mark_written(slot, job.rank)
+            except TransferError as e:
+                error = error_line(e)
+        self._jobs.drop_ref([job.job_id], error)
+
+
+def _holder_id(spec: TransferSpec, rank: int, *, worker_id: int) -> int:
+    """By which number a shared tier has the records of a rank and this worker.
+
+    On several hosts the worker's number among those that have devices of the rank: so ranks share what they store
+    wherever their devices are, if the devices have the same parts of a page.
+    """
+    processes = spec.processes(rank)
+    return worker_id if spec.cache_sharding.is_fully_addressable else processes.index(jax.process_index())
 
 
 def _make_pools(

@@ -41,7 +41,7 @@ from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
-from tpu_offload.worker.setup import check_caches, check_count, check_storage_of_ranks, describe_setup
+from tpu_offload.worker.setup import check_caches, check_count, describe_setup
 from tpu_offload.worker.storage_stack import StorageStack
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier_copies import TierCopies
@@ -99,7 +99,6 @@ class OffloadWorker:
         worker_id = check_count("worker_id", worker_id)
         incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation)
         check_caches(layout, kv_caches)
-        check_storage_of_ranks(config, layout, kv_caches)
         self._timeout_s = config.job_timeout_s
         self._jobs = WorkerJobs(clock)
         if config.enabled:

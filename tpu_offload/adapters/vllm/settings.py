@@ -238,11 +238,6 @@ def _problems_of_ranks(vllm_config: "VllmConfig", config: OffloadConfig) -> Iter
             f"TPU_OFFLOAD_SYNC_LOAD=1 with {what}: their scheduler does not pass on that a step needs a load, which "
             "would come after it; unset it"
         )
-    if config.storage_tiers and multihost_backend():
-        yield (
-            f"TPU_OFFLOAD_STORAGE_TIER={';'.join(config.storage_tier)} with {what} on several hosts: storage is not "
-            "supported there; unset it, or run one engine on each host"
-        )
 
 
 def _problems_of_hashes(vllm_config: "VllmConfig") -> Iterator[str]:
