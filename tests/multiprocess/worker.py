@@ -27,12 +27,14 @@ from tpu_offload.kernels.programs import Program
 
 def compile_once() -> None:
     """Caches the compiled programs of a worker for the workers of later runs."""
-    compiled: dict[tuple[str, str, str], Any] = {}
+    compiled: dict[tuple[str, ...], Any] = {}
     compile_program = Program.compile
 
     def compile_or_find(program: Program) -> Any:
         meshes = [arg.sharding.mesh.device_ids.tolist() for arg in jax.tree.leaves(program.args)]
-        key = program.name, repr(program.args), repr(meshes)  # shapes do not tell the order of the devices
+        # Shapes do not tell the order of the devices, and arguments not how many blocks a slot has.
+        results = jax.eval_shape(program.function, *program.args) if "slot" in program.name else None
+        key = program.name, repr(program.args), repr(meshes), repr(results)
         if key not in compiled:
             compiled[key] = compile_program(program)
         return compiled[key]

@@ -64,6 +64,10 @@ def end_key(engine: WindowEngine, tokens: list[int], num_chunks: int) -> ChunkKe
     return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + engine.scheduler._context.keys.namespace)
 
 
+def end_keys(engine: WindowEngine, tokens: list[int]) -> list[ChunkKey]:
+    return [end_key(engine, tokens, 1 + i) for i in range(len(hashes(engine, tokens)))]
+
+
 def match(engine: WindowEngine, name: str, tokens: list[int]) -> Match:
     found = engine.scheduler.match(name, hashes(engine, tokens), num_tokens=len(tokens), num_computed_tokens=0)
     engine.scheduler.release(name)
@@ -196,6 +200,34 @@ def test_a_piece_that_cannot_be_read_is_computed(num_rows, fault):
     assert serve(engine, "again", A) == 0
     assert serve(engine, "and again", A) == 6 * BLOCK_SIZE
     assert name in records.stored, "it was written again"
+
+
+def test_a_piece_is_not_read_twice_at_a_time(num_rows):
+    """A restart of a worker empties the host tier and fails the read, which goes on until the others report it."""
+    engine = away(num_rows=num_rows)
+    worker = worker_of(engine)
+    held: list[Any] = []
+    found = match(engine, "again", A)
+    while not held:
+        assert found.state is MatchState.ARRIVING
+        _, results = engine.step()
+        held = [entry for entry in worker.in_flight if entry[0].chunks[0][0] not in end_keys(engine, A)]
+        worker.in_flight = [entry for entry in worker.in_flight if entry not in held]
+        engine.apply(worker, results[0] + worker.finish())
+        found = match(engine, "again", A)
+    engine.scheduler._index.clear()
+    reads: list[ChunkKey] = []
+    for _ in range(10):
+        found = match(engine, "again", A)
+        plan, results = engine.step()
+        reads += [key for job in plan.of(JobKind.PROMOTE) for key, _ in job.chunks]
+        engine.apply(worker, results[0] + worker.finish())
+    assert found.state is MatchState.ARRIVING
+    assert reads == end_keys(engine, A), "chunks, and no pieces"
+    worker.in_flight = held
+    engine.apply(worker, worker.finish(fail=True))
+    engine.scheduler.check_invariants()
+    rest(engine)
 
 
 def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):

@@ -118,7 +118,7 @@ class CheckpointPromotions:
                 missing = [
                     p for p in self._index.checkpoints.missing_pieces(keys, boundary) if _source(p, tiers) is None
                 ]
-                names = [name for piece in missing for name in tier.records.of_piece(piece.key, piece.group)]
+                names = _names(tier, missing)
                 if names:
                     unknown.append(names)
         return unknown
@@ -154,6 +154,9 @@ class CheckpointPromotions:
         wanted = index.checkpoints.missing_pieces(keys, boundary)
         by_tier = self._by_tier(wanted)
         if sum(map(len, by_tier.values())) < len(wanted):  # something was evicted meanwhile
+            return
+        # After a worker's restart the host tier has no pieces, and reads of them that have failed are still in flight.
+        if any(tier.records.are_read(_names(tier, pieces)) for tier, pieces in by_tier.items()):
             return
         for tier, pieces in by_tier.items():
             if not tier.reads.has_room_for(*_sizes(tier, pieces)):
@@ -212,10 +215,14 @@ def _source(piece: NewPieceKey, tiers: Sequence[StoragePlanner]) -> StoragePlann
     return None
 
 
+def _names(tier: StoragePlanner, pieces: Sequence[NewPieceKey]) -> list[ChunkKey]:
+    """The records of pieces."""
+    return [name for piece in pieces for name in tier.records.of_piece(piece.key, piece.group)]
+
+
 def _sizes(tier: StoragePlanner, pieces: Sequence[NewPieceKey]) -> tuple[int, int]:
-    """Of pieces: their records, and the slots of chunks that they take."""
-    num_records = sum(len(tier.records.of_piece(piece.key, piece.group)) for piece in pieces)
-    return num_records, sum(not tier.records.is_state(piece.group) for piece in pieces)
+    """Of pieces: how many records they have, and the slots of chunks that they take."""
+    return len(_names(tier, pieces)), sum(not tier.records.is_state(piece.group) for piece in pieces)
 
 
 def _boundaries(tiers: Sequence[StoragePlanner], keys: Sequence[ChunkKey], first: int, end: int) -> Iterator[int]:

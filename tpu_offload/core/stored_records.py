@@ -114,6 +114,10 @@ class StoredRecords:
         stored = self.stored
         return all(map(stored.__contains__, names))
 
+    def are_read(self, names: Iterable[ChunkKey]) -> bool:
+        """Whether a job in flight reads any of these."""
+        return not self.promoting.isdisjoint(names)
+
     def add(self, name: ChunkKey) -> None:
         """A record is stored; it counts as used last."""
         self.stored[name] = None
