@@ -227,7 +227,7 @@ def test_fingerprint_does_not_depend_on_the_sharding():
 
 def test_fingerprint_golden():
     """A golden value: chunks stored under one value cannot be read under another."""
-    assert BASE.fingerprint().hex() == "772f433f542115524e4384aca66ddef8"
+    assert BASE.fingerprint().hex() == "a58fe07c43d8c6d1bb14610abff36af1"
 
 
 def test_numpy_integers_give_the_same_layout():
@@ -271,9 +271,9 @@ def stage(num_layers, *, page_shape=(16, 4, 2, 64), **fields):
 
 
 def test_stages_have_the_layers_of_all_and_the_largest_bytes():
-    stages = stage(3), stage(1), stage(2, page_shape=(16, 4, 2, 256))
+    stages = stage(3, stage_layers="a"), stage(1), stage(2, page_shape=(16, 4, 2, 256), stage_layers="b")
     layout = KVLayout.of_stages(stages)
-    assert layout.stages == stages
+    assert (layout.stages, layout.stage_layers) == (stages, "")
     assert layout.groups[0].layer_ids == (0, 1, 2, 3, 4, 5)
     assert layout.block_nbytes == sum(of_stage.block_nbytes for of_stage in stages)
     assert layout.block_nbytes_per_device == stages[2].block_nbytes
@@ -281,10 +281,22 @@ def test_stages_have_the_layers_of_all_and_the_largest_bytes():
     layout.check_tier()
 
 
+def divided(*num_layers, num_arrays=None):
+    """The stages of a model that is divided so; each with so many arrays, whatever layers they have."""
+    first, stages = 0, []
+    for i, num in enumerate(num_layers):
+        names = f"{first} to {first + num - 1}"
+        stages.append(stage(num_arrays[i] if num_arrays else num, stage_layers=names))
+        first += num
+    return KVLayout.of_stages(stages)
+
+
 def test_fingerprints_of_stages_depend_on_where_the_model_is_divided():
-    layouts = [stage(4), *(KVLayout.of_stages([stage(i), stage(4 - i)]) for i in (1, 2, 3))]
-    layouts.append(KVLayout.of_stages([stage(4)]))
+    layouts = [stage(4), *(divided(i, 4 - i) for i in (1, 2, 3)), divided(4)]
     assert len({layout.fingerprint() for layout in layouts}) == 5
+    same_arrays = [divided(*n, num_arrays=(2, 2, 2, 2)) for n in ((2, 2, 2, 1), (2, 2, 1, 2))]
+    assert len({layout.fingerprint() for layout in same_arrays}) == 2
+    assert len({of_stage.fingerprint() for layout in same_arrays for of_stage in layout.stages}) == 6
 
 
 @pytest.mark.parametrize(
@@ -293,12 +305,16 @@ def test_fingerprints_of_stages_depend_on_where_the_model_is_divided():
         ([], "no pipeline stages"),
         ([stage(2), dataclasses.replace(stage(2), block_size=32)], "block sizes and models .*expected one of each"),
         ([stage(2), dataclasses.replace(stage(2), model="other")], "block sizes and models .*expected one of each"),
+        ([stage(2), stage(2)], r"pipeline stages with \['', ''\] for stage_layers; expected the layers that each has"),
         (
-            [stage(2), dataclasses.replace(stage(2), groups=(GROUP, GROUP))],
+            [stage(2, stage_layers="a"), dataclasses.replace(stage(2), groups=(GROUP, GROUP))],
             "full_attention, full_attention, full_attention; expected one with full attention in each",
         ),
         (
-            [KVLayout(16, (LayerGroup.uniform(LayerGroupKind.STATE, (0,), (4, 4), "int8"),), model="m"), stage(2)],
+            [
+                KVLayout(16, (LayerGroup.uniform(LayerGroupKind.STATE, (0,), (4, 4), "int8"),), model="m"),
+                stage(2, stage_layers="b"),
+            ],
             "state, full_attention; expected one with full attention in each",
         ),
     ],

@@ -126,6 +126,9 @@ class KVLayout:
       null_block: what block tables of groups with windows or states have where the request holds no block; None if they
         never have such entries.
       stages: with pipeline parallelism, the layout of each stage's caches, see `of_stages`; else empty.
+      stage_layers: of a stage, which layers of the model it has, as text; empty for all. Part of the fingerprint,
+        because stages of one shape have different bytes of a chunk, as has a stage once the model is divided in another
+        way.
     """
 
     block_size: int
@@ -136,14 +139,16 @@ class KVLayout:
     null_block: int | None = None
     num_ranks: int = 1
     stages: tuple["KVLayout", ...] = ()
+    stage_layers: str = ""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_shards", "num_local_devices", "num_ranks"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if self.null_block is not None:
             object.__setattr__(self, "null_block", _integer("null_block", self.null_block))
-        if type(self.model) is not str:
-            raise LayoutError(f"model={one_line(self.model)}; expected text")
+        for name in ("model", "stage_layers"):
+            if type(getattr(self, name)) is not str:
+                raise LayoutError(f"{name}={one_line(getattr(self, name))}; expected text")
         if self.block_size < 1:
             raise LayoutError(f"block_size must be at least 1, got {self.block_size}")
         if not self.groups:
@@ -169,6 +174,7 @@ class KVLayout:
         groups: Sequence[tuple[int, Sequence[int]]] = (),
         states: Sequence[int] = (),
         null_block: int | None = None,
+        stage_layers: str = "",
     ) -> "KVLayout":
         """Describes caches, one array per layer, or per layer of a group if the layer groups share them.
 
@@ -185,6 +191,7 @@ class KVLayout:
           states: positions of the arrays `[num_rows, ...]` that hold states in place of KV. They form the last layer
             group, and have no place in `groups`.
           null_block: see the class.
+          stage_layers: see the class.
         Raises:
           LayoutError: no caches, groups that leave out an array, or different shardings or numbers of blocks within a
             group.
@@ -225,6 +232,7 @@ class KVLayout:
             model=model,
             null_block=null_block,
             num_ranks=num_ranks,
+            stage_layers=stage_layers,
         )
 
     @classmethod
@@ -235,10 +243,10 @@ class KVLayout:
         most: a number of blocks for which that stage has room is one for which each has.
 
         Args:
-          stages: the layout of each worker's caches, by worker id.
+          stages: the layout of each worker's caches, by worker id; each names its layers.
         Raises:
-          LayoutError: no stages, stages with different block sizes or models, or with layers that do not all have full
-            attention.
+          LayoutError: no stages, stages with different block sizes or models, with the same layers, or with layers that
+            do not all have full attention.
         """
         stages = tuple(stages)
         if not stages:
@@ -246,6 +254,9 @@ class KVLayout:
         if len({(stage.block_size, stage.model) for stage in stages}) > 1:
             found = [(stage.block_size, stage.model) for stage in stages]
             raise LayoutError(f"pipeline stages with the block sizes and models {found}; expected one of each")
+        names = [stage.stage_layers for stage in stages]
+        if len(set(names)) < len(names):
+            raise LayoutError(f"pipeline stages with {names} for stage_layers; expected the layers that each has")
         kinds = [group.kind for stage in stages for group in stage.groups]
         if kinds != [LayerGroupKind.FULL_ATTENTION] * len(stages):
             raise LayoutError(
@@ -259,7 +270,7 @@ class KVLayout:
                 pages.append(dataclasses.replace(of_stage, layer_ids=layer_ids))
             num_layers += len(stage.groups[0].layer_ids)
         group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(pages))
-        return dataclasses.replace(stages[0], groups=(group,), stages=stages)
+        return dataclasses.replace(stages[0], groups=(group,), stages=stages, stage_layers="")
 
     def check_tier(self) -> None:
         """Raises LayoutError unless the host tier supports this layout."""
@@ -340,7 +351,7 @@ class KVLayout:
             for group in self.groups
         ]
         stages = [stage.fingerprint().hex() for stage in self.stages]
-        text = repr(("tpu_offload-layout-3", self.model, self.block_size, groups, *stages))
+        text = repr(("tpu_offload-layout-4", self.model, self.stage_layers, self.block_size, groups, *stages))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.adapters.engine_config import make_config
+from tpu_offload.adapters.vllm import cache_layout
 from tpu_offload.adapters.vllm.model_identity import model_identity
 
 pytestmark = pytest.mark.vllm
@@ -44,6 +45,24 @@ def test_it_is_reproducible_and_names_the_model():
 )
 def test_what_the_kv_depends_on_changes_it(change):
     assert changed(change) != model_identity(vllm_config())
+
+
+def test_a_stage_is_named_by_its_layers(monkeypatch):
+    """With several devices in each stage, tpu-inference makes as many arrays for either division."""
+
+    def names(partition):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        model = SimpleNamespace(get_total_num_hidden_layers=lambda: 7)
+        parallel = SimpleNamespace(pipeline_parallel_size=partition.count(",") + 1)
+        config = SimpleNamespace(model_config=model, parallel_config=parallel)
+        return [
+            cache_layout._stage_layers(SimpleNamespace(vllm_config=config, rank=rank))
+            for rank in range(parallel.pipeline_parallel_size)
+        ]
+
+    assert names("2,2,2,1") == ["0 to 1 of 7", "2 to 3 of 7", "4 to 5 of 7", "6 to 6 of 7"]
+    assert names("2,2,1,2") == ["0 to 1 of 7", "2 to 3 of 7", "4 to 4 of 7", "5 to 6 of 7"]
+    assert names("7") == [""]
 
 
 def test_dummy_weights_are_those_of_their_seed():

@@ -324,7 +324,8 @@ def of_stages():
     group = LAYOUT.groups[0]
     (pages,) = group.page_groups
     half = dataclasses.replace(pages, layer_ids=pages.layer_ids[: pages.num_layers // 2])
-    layouts = LAYOUT, dataclasses.replace(LAYOUT, groups=(dataclasses.replace(group, page_groups=(half,)),))
+    groups = (dataclasses.replace(group, page_groups=(half,)),)
+    layouts = LAYOUT, dataclasses.replace(LAYOUT, groups=groups, stage_layers="the last")
     nbytes = LAYOUT.block_nbytes_per_device
     config = OffloadConfig.create(
         staging_buffer_gb=8 * nbytes / 2**30, max_load_gb_per_step=4 * nbytes / 2**30, host_gb=16 * nbytes / 2**30

@@ -343,7 +343,7 @@ def test_an_invalid_list_is_ignored_with_its_report(wrong):
 
 def test_with_sizes_in_gb_each_pipeline_stage_has_its_own_number_and_the_least_counts():
     larger = make_layout(block_size=4, num_layers=64, page_shape=(4, 2, 2, 8))
-    layout = KVLayout.of_stages([LAYOUT, larger])
+    layout = KVLayout.of_stages([LAYOUT, dataclasses.replace(larger, stage_layers="1 to 64 of 65")])
     config = OffloadConfig.create(storage_tier=(NAME, NAME), storage_gb=(0.01, 0.1), load_path="direct")
     sizes = [expected["storage_chunks"] for expected in expected_setups(config, layout, 2)]
     assert sizes == [config.storage_chunks(LAYOUT), config.storage_chunks(larger)]

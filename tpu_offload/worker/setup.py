@@ -27,6 +27,7 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
         groups=groups,
         states=states,
         null_block=layout.null_block,
+        stage_layers=layout.stage_layers,
     )
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")

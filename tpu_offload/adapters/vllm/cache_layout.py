@@ -7,7 +7,7 @@ import jax
 from tpu_offload import ConfigError, KVLayout
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.model_identity import model_identity
-from tpu_offload.adapters.vllm.settings import state_groups, windows
+from tpu_offload.adapters.vllm.settings import num_stages, state_groups, windows
 
 
 def describe_caches(runner: Any) -> KVLayout:
@@ -36,7 +36,24 @@ def describe_caches(runner: Any) -> KVLayout:
         groups=groups,
         states=of_states,
         null_block=NULL_BLOCK if groups or of_states else None,
+        stage_layers=_stage_layers(runner),
     )
+
+
+def _stage_layers(runner: Any) -> str:
+    """Which layers of the model a pipeline stage has; empty without stages.
+
+    Not from its arrays: tpu-inference gives several stages the same number of them, whatever layers they have.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    config = runner.vllm_config
+    num = num_stages(config)
+    if num == 1:
+        return ""
+    num_layers = config.model_config.get_total_num_hidden_layers()
+    first, end = get_pp_indices(num_layers, runner.rank, num)  # as tpu-inference and vLLM divide a model
+    return f"{first} to {end - 1} of {num_layers}"
 
 
 def _state_arrays(runner: Any) -> list[int]:
