@@ -6,7 +6,7 @@ memory than host 0.
 
 import pytest
 
-from tests.adapters.llm_client import Process, conversations, ours
+from tests.adapters.llm_client import Process, conversations, ours, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,11 @@ def hosts(tmp_path_factory, kept_vllm):
     process.close()
 
 
-@pytest.fixture(scope="module")
-def outcome(hosts):
+@pytest.fixture(
+    scope="module", params=[True, pytest.param(False, marks=pytest.mark.wide)], ids=["async scheduling", "without"]
+)
+def outcome(request, hosts):
+    """Async scheduling is the default where vLLM runs on several hosts."""
     steps = [
         *TURNS,
         {"do": "stats"},
@@ -40,7 +43,8 @@ def outcome(hosts):
         {"do": "stats"},
         {"do": "kill", "host": 1},
     ]
-    outcome = hosts.run({"engine": ENGINE, "connector": CONNECTOR, "steps": steps})
+    engine = ENGINE | {"async_scheduling": request.param}
+    outcome = hosts.run({"engine": engine, "connector": CONNECTOR, "steps": steps})
     assert not outcome["error"]
     return outcome["steps"]
 
@@ -57,10 +61,14 @@ def stats(outcome):
     return [step for step in outcome if isinstance(step, dict) and "saved_blocks" in step]
 
 
-def test_tokens_equal_those_of_one_process(plain, rounds):
-    expected = [step["tokens"] for step in plain(TURNS, ENGINE)["steps"]]
+def test_tokens_equal_those_of_one_process(request, plain, rounds):
+    """Two answers depend on which prompts share a step, and so on async scheduling, without a connector as well."""
+    is_async = "async" in request.node.name
+    expected = [plain(TURNS, ENGINE | {"async_scheduling": mode})["steps"] for mode in {False, is_async}]
     for answers in rounds:
-        assert [step["tokens"] for step in answers] == expected
+        for step, *of_turn in zip(answers, *expected, strict=True):
+            for answer, *of_prompt in zip(step["tokens"], *[turn["tokens"] for turn in of_turn], strict=True):
+                assert answer in of_prompt
 
 
 def test_prompts_are_loaded(plain, rounds, stats):
@@ -129,3 +137,23 @@ def test_sliding_windows_and_pages_of_two_shapes(hosts, model):
     assert end["loaded_blocks"] > 0
     assert end["num_failed_jobs"] == 0
     assert (end["num_window_chunks"] > 0) == (model == "gemma3")
+
+
+@pytest.mark.wide
+def test_states(hosts):
+    """As with tpu-inference's own executors, the engine learns from the workers how many states there are."""
+    engine = ENGINE | {"num_gpu_blocks_override": 400, "async_scheduling": True}
+    document = {"do": "chat", "said": {"document": tokens("document", 200)}}
+    spec = {"model": "qwen3.5", "engine": engine}
+    steps = [document, {"do": "drain"}, {"do": "forget"}, document]
+    expected = [step["tokens"] for step in hosts.run(spec | {"steps": [document]})["steps"]]
+    outcome = hosts.run(
+        spec | {"connector": ours(num_cpu_chunks=96, host_segment_gb=2e-4), "steps": [*steps, {"do": "stats"}]}
+    )
+    assert not outcome["error"]
+    first, *_, again, end = outcome["steps"]
+    assert [first["tokens"], again["tokens"]] == 2 * expected
+    assert again["cached"] == [192]
+    assert end["loaded_blocks"] == 192 // 16 + 1, "and a state"
+    assert end["num_checkpoints"] > 0
+    assert end["num_failed_jobs"] == 0

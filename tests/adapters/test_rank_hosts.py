@@ -17,6 +17,7 @@ RANKS = {
     "tensor_parallel_size": 2,
     "additional_config": {"sharding": {"sharding_strategy": {"enable_dp_attention": True, "attn_dp_size": 2}}},
     "num_gpu_blocks_override": 60,  # of both ranks
+    "async_scheduling": True,  # the default on several hosts
 }
 TURNS = conversations()
 AGAIN = [{"do": "forget"}, *TURNS]

@@ -1,8 +1,9 @@
 """A vLLM executor for several hosts on one machine, in place of the one for Ray.
 
 Each host is a process with a real tpu-inference worker (`vllm_host`); together they have one model on the devices of
-all. As in vLLM's executors for several hosts, one pickled call goes to every worker, and vLLM's `KVOutputAggregator`
-joins what the connectors answer.
+all. As in tpu-inference's `RayDistributedExecutorV2`, one pickled call goes to every worker, with async scheduling more
+follow before it is answered, vLLM's `KVOutputAggregator` joins what the connectors answer, and the engine learns from
+the workers how many states there are.
 """
 
 import multiprocessing
@@ -13,12 +14,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+from tpu_inference.core.hybrid_coordinator import MambaPoolSyncExecutorMixin, maybe_install_hybrid_coordinator_hooks
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import FutureWrapper
 
 ROOT = Path(__file__).parents[2]
 _ANSWER_S = 240.0
@@ -42,7 +46,7 @@ class NodesOfRay:
         ray.nodes = lambda: [node] * self._num_hosts
 
 
-class HostsExecutor(Executor):
+class HostsExecutor(MambaPoolSyncExecutorMixin, Executor):
     """See the module."""
 
     num_hosts = 2
@@ -50,7 +54,13 @@ class HostsExecutor(Executor):
     available_nbytes = 0, 0
     """By host, the free host memory that it measures; 0 is what there is."""
 
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
     def _init_executor(self) -> None:
+        maybe_install_hybrid_coordinator_hooks(self.vllm_config)
+        self._futures: deque[Any] = deque()  # of calls without an answer, the last one first
         self._children: list[subprocess.Popen[bytes]] = []
         self._connections: list[Any] = []
         self._logs: list[Any] = []
@@ -97,18 +107,28 @@ class HostsExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
+        return self._call(method, args, kwargs, non_block=non_block)
+
+    def _call(
+        self,
+        method: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        non_block: bool,
+        aggregate: Callable[[list[Any]], Any] = list,
+    ) -> Any:
         message = cloudpickle.dumps((method, args, kwargs or {}))
         for host, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(message)
             except OSError as e:
                 raise self._error(host) from e
-        results = [self._receive(host) for host in range(self.num_hosts)]
-        if not non_block:
-            return results
-        future: Future[Any] = Future()
-        future.set_result(results)
-        return future
+        future = FutureWrapper(self._futures, self._receive_all, aggregate)
+        return future if non_block else future.result()
+
+    def _receive_all(self) -> list[Any]:
+        return [self._receive(host) for host in range(self.num_hosts)]
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         return self._joined("execute_model", scheduler_output, non_block)
@@ -134,14 +154,12 @@ class HostsExecutor(Executor):
 
     def _joined(self, method: str, argument: Any, non_block: bool) -> Any:
         """The output of the first host, with what the connectors of all hosts report, as in vLLM's own executors."""
-        outputs = self.collective_rpc(method, args=(argument,))
         aggregator = self.kv_output_aggregator
-        output = outputs[0] if aggregator is None else aggregator.aggregate(outputs, 0)
-        if not non_block:
-            return output
-        future: Future[Any] = Future()
-        future.set_result(output)
-        return future
+
+        def join(outputs: list[Any]) -> Any:
+            return outputs[0] if aggregator is None else aggregator.aggregate(outputs, 0)
+
+        return self._call(method, (argument,), non_block=non_block, aggregate=join)
 
     def _receive(self, host: int) -> Any:
         """The next answer of a host. Any host that ends meanwhile, ends the wait."""
@@ -162,7 +180,11 @@ class HostsExecutor(Executor):
         raise self._error(pidfds[ready[0]])
 
     def _error(self, host: int) -> HostsError:
-        status = self._children[host].wait()
+        self._children[host].wait()
+        # When one is killed, the others end in their next collective.
+        killed = (i for i, child in enumerate(self._children) if (child.poll() or 0) < 0)
+        host = next(killed, host)
+        status = self._children[host].returncode
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}: {self._tails()}"
         return HostsError(f"host {host} of {self.num_hosts} has died ({how})")
 

@@ -189,11 +189,6 @@ def _serving(model: ModelShape, machine: Machine, options: PlanOptions) -> Servi
     num_devices = machine.num_devices if options.num_devices is None else options.num_devices
     if num_devices > machine.num_devices:
         raise InputError(f"--tensor-parallel {num_devices} on {machine.name}, which has {machine.num_devices} devices")
-    if model.states is not None and machine.num_hosts > 1:
-        raise InputError(
-            f"{model.name} keeps states, which vLLM-TPU 0.32 cannot serve on several hosts; expected a --machine of "
-            "one host: v6e-8, v5p-8 or tpu7x-8"
-        )
     num_heads = model.attention[0].num_heads
     if num_heads % num_devices:
         raise InputError(
