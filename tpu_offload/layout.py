@@ -126,9 +126,8 @@ class KVLayout:
       null_block: what block tables of groups with windows or states have where the request holds no block; None if they
         never have such entries.
       stages: with pipeline parallelism, the layout of each stage's caches, see `of_stages`; else empty.
-      stage_layers: of a stage, which layers of the model it has, as text; empty for all. Part of the fingerprint,
-        because stages of one shape have different bytes of a chunk, as has a stage once the model is divided in another
-        way.
+      stage_layers: of a stage, which layers of the model it has, as text; empty for all. Part of the fingerprint: two
+        stages of one shape have different bytes of a chunk.
     """
 
     block_size: int

@@ -47,6 +47,12 @@ def test_what_the_kv_depends_on_changes_it(change):
     assert changed(change) != model_identity(vllm_config())
 
 
+def test_another_implementation_of_the_model_changes_it(monkeypatch):
+    before = model_identity(vllm_config())
+    monkeypatch.setenv("MODEL_IMPL_TYPE", "vllm")
+    assert model_identity(vllm_config()) != before
+
+
 def test_a_stage_is_named_by_its_layers(monkeypatch):
     """With several devices in each stage, tpu-inference makes as many arrays for either division."""
 

@@ -66,7 +66,7 @@ def test_what_does_not_fit(plan):
     said, report = plan("--model", "qwen3.5-397b", "--machine", "v6e-8", status=1)
     assert (report["fits"], report["command"], report["hbm_kv_tokens"]) == (False, None, 0)
     assert report["state_nbytes"] == pytest.approx(192e6, rel=0.01)
-    assert "with --weights fp8, the smallest machine on which it fits is tpu7x-8" in report["why_not"]
+    assert "the smallest machine on which it fits is v5p-32, or v5p-16 with --weights fp8" in report["why_not"]
     assert f"does not fit on v6e-8: {report['why_not']}." in said
     assert "vllm serve" not in said
 

@@ -32,10 +32,20 @@ def model_identity(vllm_config: "VllmConfig") -> str:
         load_format,
         model.seed if "dummy" in load_format else None,  # dummy weights are random
         json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),  # overrides are applied
+        _implementation(),
         *_versions(),
         *_sampled_weights(str(model.model)),
     ]
     return f"{model.model} {hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
+
+
+def _implementation() -> str:
+    """By which library tpu-inference runs the model: that decides the order of its KV arrays, too."""
+    try:
+        from tpu_inference import envs
+    except ImportError:
+        return ""
+    return str(envs.MODEL_IMPL_TYPE)
 
 
 def _versions() -> Iterator[str]:
