@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage import servers
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
@@ -153,7 +154,7 @@ def test_regret(run, main, monkeypatch, tmp_path):
     }
     assert [row["regret"] for row in rows] == sorted((row["regret"] for row in rows), reverse=True)
     for row in rows:
-        assert set(row["rates"]) == {"lru", "arc", "s3fifo", "wtinylfu"}
+        assert set(row["rates"]) == set(POLICIES) - {DEFAULT_POLICY}
         assert row["regret"] == max(row["rates"].values()) - row["default"] <= row["worst_seed"] + 1e-9
     (host,) = (row for row in rows if (row["kind"], row["setup"], row["size"]) == (str(trace), "host", 0.3))
     assert host["default"] == host["rates"]["lru"] > 0.9, "all of it fits in the least tier of 100 chunks"

@@ -12,7 +12,9 @@ vLLM's calls and the library's:
     build_connector_meta            preempt or release what was not admitted, plan_step, take_update
     update_connector_output         apply; rollback of requests with invalid blocks; failed loads by request
     request_finished (_all_groups)  finish
+    has_pending_push_work           has_jobs: vLLM goes on with steps until copies have ended
     reset_cache, take_events        reset, take_events
+    get_kv_connector_stats          stats
 
     worker role                     OffloadWorker
     register_runner                 (constructor)
