@@ -61,14 +61,11 @@ def stats(outcome):
     return [step for step in outcome if isinstance(step, dict) and "saved_blocks" in step]
 
 
-def test_tokens_equal_those_of_one_process(request, plain, rounds):
-    """Two answers depend on which prompts share a step, and so on async scheduling, without a connector as well."""
-    is_async = "async" in request.node.name
-    expected = [plain(TURNS, ENGINE | {"async_scheduling": mode})["steps"] for mode in {False, is_async}]
+def test_tokens_equal_those_of_one_process(plain, rounds):
+    """Without async scheduling: with it and without the connector, tpu-inference 0.32 answers wrongly if preempted."""
+    expected = [step["tokens"] for step in plain(TURNS, ENGINE)["steps"]]
     for answers in rounds:
-        for step, *of_turn in zip(answers, *expected, strict=True):
-            for answer, *of_prompt in zip(step["tokens"], *[turn["tokens"] for turn in of_turn], strict=True):
-                assert answer in of_prompt
+        assert [step["tokens"] for step in answers] == expected
 
 
 def test_prompts_are_loaded(plain, rounds, stats):
@@ -146,7 +143,8 @@ def test_states(hosts):
     document = {"do": "chat", "said": {"document": tokens("document", 200)}}
     spec = {"model": "qwen3.5", "engine": engine}
     steps = [document, {"do": "drain"}, {"do": "forget"}, document]
-    expected = [step["tokens"] for step in hosts.run(spec | {"steps": [document]})["steps"]]
+    one = {"model": "qwen3.5", "engine": engine | {"async_scheduling": False}, "steps": [document]}
+    expected = [step["tokens"] for step in hosts.run(one)["steps"]]
     outcome = hosts.run(
         spec | {"connector": ours(num_cpu_chunks=96, host_segment_gb=2e-4), "steps": [*steps, {"do": "stats"}]}
     )
