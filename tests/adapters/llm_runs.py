@@ -7,7 +7,8 @@ vLLM takes most of a minute and a run some seconds, so a test sends its runs to 
 
 A run:
 
-    model       one of MODELS; or, with weights on disk, "tiny", of three layers, or a folder; without it, qwen3
+    model       one of MODELS; or, with weights on disk, "tiny", of three layers, "tiny, 7 layers", or a folder; without
+                it, qwen3
     engine      arguments of `LLM` over `ENGINE`
     connector   null, or arguments of `KVTransferConfig` over those of our connector
     env         TPU_OFFLOAD_* of this run
@@ -535,6 +536,7 @@ def main() -> None:
             Path(models, name).mkdir()
             Path(models, name, "config.json").write_text(json.dumps(config))
         tiny_model.make(Path(models, "tiny"), num_layers=3)
+        tiny_model.make(Path(models, "tiny, 7 layers"), num_layers=7)
         freeze = _freezer()
         for line in sys.stdin:
             try:

@@ -48,6 +48,12 @@ def run(stages, steps, *, engine=STAGES, **settings):
     return outcome
 
 
+def in_files(directory):
+    """Settings of a storage tier."""
+    options = f"{directory},min_free_gb=0"
+    return {"storage_tier": "file", "storage_options": options, "num_storage_chunks": 1000, "storage_wait_s": 60.0}
+
+
 def assert_stages_are_idle(outcome, *, num_layers=(2, 1)):
     """No copy is in flight, and no stage waits for activations that were not sent."""
     first, second = outcome["end"]["stages"]
@@ -177,13 +183,7 @@ def test_tpu_inference_cannot_run_its_own_gemma_4_in_stages(stages):
 @pytest.mark.wide
 def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_path):
     """Each stage has files of its own. What one of them has lost, or cannot read, is computed in both."""
-    storage = {
-        "storage_tier": "file",
-        "storage_options": f"{tmp_path / 'kv'},min_free_gb=0",
-        "num_storage_chunks": 1000,
-        "storage_wait_s": 60.0,
-    }
-    settings = storage | {"num_cpu_chunks": 40, "decode_save": True}
+    settings = in_files(tmp_path / "kv") | {"num_cpu_chunks": 40, "decode_save": True}
     drain, chats = {"do": "drain"}, conversations()
     one = run(stages, [*chats, *LONG_ANSWERS, GENERATE, drain], **settings)
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-1"]
@@ -216,3 +216,25 @@ def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_
     assert promoted["loaded_tokens"] > stored["loaded_tokens"] > 0
     assert promoted["failed_storage_chunks"] == 2
     assert lost["restored_chunks"] == lost["loaded_tokens"] == 0
+
+
+@pytest.mark.wide
+def test_records_of_other_layers_are_not_found(stages, tmp_path):
+    """After the model was divided in another way. All stages have two KV arrays then as before, on two devices each."""
+    engine = STAGES | {"pipeline_parallel_size": 4, "tensor_parallel_size": 2}
+    steps = [{"do": "generate", "prompts": PROMPTS[:4]}, {"do": "drain"}]
+
+    def run_divided(partition, connector=None):
+        spec = {"model": "tiny, 7 layers", "env": {"VLLM_PP_LAYER_PARTITION": partition}, "engine": engine}
+        outcome = stages.run(spec | {"connector": connector, "steps": steps})
+        assert outcome["error"] is None
+        assert [stage["num_layers"] for stage in outcome["end"]["stages"]] == [2] * 4
+        return outcome
+
+    before, after, again = (
+        run_divided(partition, ours(**in_files(tmp_path))) for partition in ("2,2,2,1", "2,2,1,2", "2,2,1,2")
+    )
+    assert answers(before) == answers(after) == answers(again) == answers(run_divided("2,2,1,2"))
+    assert before["end"]["stats"]["cascaded_chunks"] > 5
+    assert after["end"]["stats"]["restored_chunks"] == 0
+    assert again["end"]["stats"]["restored_chunks"] > 5

@@ -210,7 +210,7 @@ def test_more_full_layers_than_windows_are_one_group():
 
 
 def test_a_request_is_read_by_the_hosts_of_its_rank():
-    """One rank of all hosts, as many ranks as hosts, and more."""
+    """With more ranks than hosts, as many, and fewer."""
 
     def rates(num_ranks):
         plan = plan_of("qwen3-32b", "v5p-64", num_ranks=num_ranks)

@@ -147,11 +147,11 @@ def test_damage_that_nothing_finds_is_noticed(tmp_path, monkeypatch, capsys, dir
     monkeypatch.setattr(RecordFormat, "verify", lambda own, record, key, *, generation: own.payload_of(record))
     monkeypatch.setattr(FaultyFileTier, "_draw", lambda self, *damages: set(damages))
     path, said = tmp_path / "r.json", ""
-    # How much is read from storage depends on the machine: a short run may read nothing, or bits that decide no token.
+    # How much is read from storage depends on the machine: a short run may read nothing, or what decides no token.
     for duration in ("5", "15", "45"):
         status = main([duration, "--storage", "file-faulty", *SMALL, "--json", str(path)])
         report, said = json.loads(path.read_text()), capsys.readouterr().out
-        if status:
+        if status or report["engines"]["direct saves, direct loads"]["promoted_chunks"] >= 8:
             break
     assert status == 1
     assert report["outputs_identical"] is False

@@ -172,7 +172,7 @@ class StoragePlanner:
 
     def _restore(self, listings: Sequence[Sequence[ChunkKey]]) -> None:
         """Takes what all workers have as stored."""
-        if self.writes.must_clear or not listings:  # it is from before the reset
+        if self.writes.must_clear or not listings:  # it is from before the reset, or no worker stores any of it
             return
         first, *others = listings
         common = set(first).intersection(*others)

@@ -96,7 +96,7 @@ class SlotPool:
             except Exception as e:
                 memory.check_segment(segment_id, lost=False)
                 return tokens, error_line(e)
-            memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=self.rank)
+            _mark_place(memory, segment_id, place, rank=self.rank)
         return tokens, ""
 
     def mark_written(self, slot: int, rank: int) -> None:
@@ -110,7 +110,7 @@ class SlotPool:
         for memory in self.memories:
             segment_id, place = self._place(slot, memory)
             memory.arena.segment(segment_id)
-            memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=rank)
+            _mark_place(memory, segment_id, place, rank=rank)
 
     def end_write(self, slot: int, tokens: Sequence[jax.Array]) -> str:
         """Checks the ready tokens of `write`; returns an error in one line, empty if all that it dispatched is there.
@@ -158,6 +158,11 @@ class SlotPool:
             payload.append(copier.unpack(source[start : start + copier.payload_nbytes]))
             start += copier.payload_nbytes
         return payload
+
+
+def _mark_place(memory: HostMemory, segment_id: int, place: int, *, rank: int) -> None:
+    """The slot that begins at this place of a segment is written."""
+    memory.mark(segment_id, slice(place, place + memory.blocks_per_chunk), lost=False, ranks=rank)
 
 
 def pool_of(pools: Sequence[SlotPool], slot: int) -> SlotPool:

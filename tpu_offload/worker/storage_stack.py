@@ -66,8 +66,7 @@ class StorageStack:
         self._jobs = jobs
         self._worker_id, self._num_ranks = worker_id, layout.num_ranks
         all_memories = [*memories, *state_memories]
-        self._spec = spec = memories[0].spec
-        ranks = [rank for rank in range(layout.num_ranks) if spec.local_devices(rank)]
+        ranks = [rank for rank in range(layout.num_ranks) if memories[0].spec.local_devices(rank)]
         parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in ranks]
         sizes = [memory.blocks_per_chunk for memory in all_memories]
         self._copiers = make_slot_copiers(
@@ -98,7 +97,7 @@ class StorageStack:
     ) -> StorageCopies:
         settings, pools = config.storage_tiers[tier_id], self._pools[rank]
         if find_tier(settings.name).is_shared:
-            holder_id = _holder_id(self._spec, rank, worker_id=self._worker_id)
+            holder_id = _holder_id(pools[0].memories[0].spec, rank, worker_id=self._worker_id)
         else:
             holder_id = self._worker_id * self._num_ranks + rank
         record_format = RecordFormat(
@@ -235,8 +234,9 @@ def _holder_id(spec: TransferSpec, rank: int, *, worker_id: int) -> int:
     On several hosts the worker's number among those that have devices of the rank: so ranks share what they store
     wherever their devices are, if the devices have the same parts of a page.
     """
-    processes = spec.processes(rank)
-    return worker_id if spec.cache_sharding.is_fully_addressable else processes.index(jax.process_index())
+    if spec.cache_sharding.is_fully_addressable:
+        return worker_id
+    return spec.processes(rank).index(jax.process_index())
 
 
 def _make_pools(

@@ -40,7 +40,7 @@ def model_identity(vllm_config: "VllmConfig") -> str:
 
 
 def _implementation() -> str:
-    """By which library tpu-inference runs the model: that decides the order of its KV arrays, too."""
+    """By which library tpu-inference runs the model; another may compute other bits, or order KV arrays otherwise."""
     try:
         from tpu_inference import envs
     except ImportError:
