@@ -51,6 +51,7 @@ from tests.adapters.llm_probes import (
     simulated_hbm,
 )
 from tests.inside import tier_groups
+from tests.ports import free_ports
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
@@ -446,6 +447,10 @@ def _engine(spec: dict[str, Any], model: str) -> Any:
         del settings["num_gpu_blocks_override"]
     if "kv_events_config" in settings:
         settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    if (num_stages := settings.get("pipeline_parallel_size", 1)) > 1:
+        import cpu_shim
+
+        cpu_shim.have_stages_listen(free_ports(num_stages)[0])
     if spec.get("connector") is not None:
         settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | spec["connector"])
     return LLM(model=model, **settings)

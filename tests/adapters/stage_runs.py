@@ -5,8 +5,6 @@
 As in production the stages are forked, so this process must not use a device.
 """
 
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -129,21 +127,5 @@ def _state_of_stage(wrapper: Any) -> dict[str, Any]:
     return state
 
 
-def _free_ports() -> int:
-    """A port that is free, as is the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("", port + 1))
-            except OSError:
-                continue
-            return port
-
-
 if __name__ == "__main__":
-    import cpu_shim
-
-    os.environ[cpu_shim.STAGE_PORT] = str(_free_ports())
     main()

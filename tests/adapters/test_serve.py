@@ -17,7 +17,7 @@ from scripts.vllm_cpu.vllm_client import Client, Load, answers, conversation, wo
 from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server
 from tests.adapters.kv_tree import KVTree
 from tests.monitoring.prometheus import as_grafana_asks, configure, is_finite, running
-from tests.storage.servers import free_port
+from tests.ports import free_port
 from tpu_offload.metrics import METRICS, SWAP_FIELDS, MetricGroup
 from tpu_offload.monitoring import ALERTS, ROWS
 from tpu_offload.monitoring.expressions import NAMES

@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ import cloudpickle  # type: ignore[import-not-found, unused-ignore]
 from tpu_inference.core.hybrid_coordinator import MambaPoolSyncExecutorMixin, maybe_install_hybrid_coordinator_hooks
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import FutureWrapper
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 _ANSWER_S = 240.0
@@ -64,9 +65,7 @@ class HostsExecutor(MambaPoolSyncExecutorMixin, Executor):
         self._children: list[subprocess.Popen[bytes]] = []
         self._connections: list[Any] = []
         self._logs: list[Any] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for host in range(self.num_hosts):
             ours, theirs = multiprocessing.Pipe()
             log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.monitoring.live_engine import LiveEngine, endpoint
 from tests.monitoring.prometheus import SCRAPE, as_grafana_asks, configure, is_finite, promtool, running
-from tests.storage.servers import free_port
+from tests.ports import free_port
 from tpu_offload.metrics import HISTOGRAMS, SWAP_FIELDS
 from tpu_offload.monitoring import ALERTS, ROWS
 from tpu_offload.monitoring.expressions import NAMES

