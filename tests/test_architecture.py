@@ -16,7 +16,18 @@ import tpu_offload
 
 PACKAGE = Path(tpu_offload.__file__).parent
 ROOT = Path(__file__).parents[1]
-FOUNDATION = {"errors", "types", "values", "config", "layout", "hashing", "piece_keys", "metrics", "copy_profile"}
+FOUNDATION = {
+    "errors",
+    "types",
+    "values",
+    "config",
+    "layout",
+    "hashing",
+    "piece_keys",
+    "metrics",
+    "copy_profile",
+    "records",
+}
 PARTS = {"core", "kernels", "memory"}
 FRONTS = {"adapters", "sim"}
 NO_JAX = FOUNDATION | {"core", "sim", "storage", "plan", "monitoring"}

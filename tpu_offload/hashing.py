@@ -157,7 +157,7 @@ class PrefixKeys(Sequence[ChunkKey]):
             index = number + (self._first if number >= 0 else self._end)
             if not self._first <= index < self._end:
                 raise IndexError(f"chunk {number} of {len(self)}")
-            return ChunkKey(self._hashes[index] + self._namespace)
+            return self._hashes[index] + self._namespace  # type: ignore[return-value]  # ChunkKey() is a slow call
         first, end, step = number.indices(len(self))  # type: ignore[union-attr]
         assert step == 1, "slices are contiguous"
         part = PrefixKeys(self._namespace)

@@ -1,7 +1,7 @@
 """The messages between scheduler and worker: one plan down and one report up per step.
 
 The two may be different processes on different hosts, so everything here is frozen, picklable and holds only ids and
-numbers: no arrays, and no objects of either side.
+numbers: no arrays, and no objects of either side. Frozen means for type checkers (see `records`).
 """
 
 import dataclasses
@@ -9,6 +9,8 @@ import enum
 import operator
 from collections.abc import Callable
 from typing import Any, NewType, Self
+
+from tpu_offload.records import record
 
 BlockHash = NewType("BlockHash", bytes)
 """Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""
@@ -23,6 +25,8 @@ class Direction(enum.Enum):
     SAVE = "save"  # into host memory: HBM to host, or a promotion from storage
     LOAD = "load"  # out of host memory: host to HBM, or a cascade to storage
 
+    __hash__ = object.__hash__  # of enum.Enum it is a slow call; members are unique
+
 
 class JobState(enum.Enum):
     """The state of a job. The last four are ends; a job reaches exactly one of them."""
@@ -33,6 +37,8 @@ class JobState(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"  # a worker has not reported it in time; set by the scheduler only
+
+    __hash__ = object.__hash__  # as in `Direction`
 
     @property
     def ended(self) -> bool:
@@ -52,6 +58,7 @@ class JobKind(enum.Enum):
     direction: Direction
     of_swap: bool
     of_storage: bool
+    __hash__ = object.__hash__  # as in `Direction`
 
     def __new__(cls, value: str, direction: Direction, of_swap: bool = False, of_storage: bool = False) -> Self:
         """Sets the attributes of a member; its value is the name alone."""
@@ -90,7 +97,7 @@ class HostStore(enum.Enum):
     SWAP_POOL = "swap_pool"  # blocks of requests that were swapped out
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class CopyPart:
     """Blocks of one layer group that a job moves between HBM and one host store.
 
@@ -114,7 +121,7 @@ class CopyPart:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class CopyJob:
     """Blocks that move together: to or from HBM for one request, or a save for one or more.
 
@@ -236,7 +243,7 @@ def _unpickle_division(division_id: int, chunk_segments: int, state_segments: in
     return HostDivision(division_id=division_id, chunk_segments=chunk_segments, state_segments=state_segments)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the workers do around one forward pass.
 
@@ -286,7 +293,7 @@ def _unpickle_plan(*values: Any) -> StepPlan:
     return StepPlan(**dict(zip(_PLAN_FIELDS, values, strict=False)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """How a job ended on one worker.
 
@@ -373,7 +380,7 @@ class WorkerSetup:
     rival: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """The report of one worker since its last one.
 

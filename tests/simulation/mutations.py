@@ -495,15 +495,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a load lacks the first block of a window",
-        "LoadPlanner._window_sizes",
-        "min(num_blocks, most)",
-        "min(num_blocks, most - 1)",
+        "LoadPlanner._window_parts",
+        "min(most, num_loaded)",
+        "min(most - 1, num_loaded)",
     ),
     Mutation(
         "a load copies a block before a window",
-        "LoadPlanner._window_sizes",
-        "min(num_blocks, most)",
-        "min(num_blocks, most + 1)",
+        "LoadPlanner._window_parts",
+        "min(most, num_loaded)",
+        "min(most + 1, num_loaded)",
     ),
     Mutation(
         "a checkpoint lacks the first chunk of a window",
@@ -520,8 +520,8 @@ MUTATIONS = (
     Mutation(
         "a window is loaded from the slots of the boundary before",
         "LoadPlanner._window_parts",
-        "end_block // size - num_chunks",
-        "_0 - 1",
+        "num_chunks * size - num_blocks",
+        "_0 + size",
     ),
     Mutation(
         "a checkpoint shares slots one chunk off",
@@ -761,8 +761,8 @@ MUTATIONS = (
     Mutation(
         "a load has no time for its state",
         "LoadQueue._send",
-        "_1 + load.num_blocks - num_blocks",
-        "_1",
+        "1 if self._state_group_id is None else 2",
+        "1",
     ),
     # Moves of memory between chunks and states.
     Mutation(

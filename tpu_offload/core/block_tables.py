@@ -36,6 +36,10 @@ def read_ids(request_id: str, given: Any, first: int = 0, end: int | None = None
     Raises:
       RequestError: the table is not a sequence of block ids, or is shorter than its length says.
     """
+    if type(given) is list:  # nearly always
+        ids = given[first:end]
+        if len(ids) == (len(given) if end is None else end) - first:
+            return _plain_ids(request_id, ids)
     return plain(_read(request_id, given, first, end))
 
 
@@ -152,10 +156,6 @@ def plain(ids: Ids) -> list[int]:
 
 def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     """The ids as a new list or array."""
-    if type(given) is list:  # nearly always
-        ids: Ids = _plain_ids(request_id, given[first:end])
-        if len(ids) == (len(given) if end is None else end) - first:
-            return ids
     check_sequence(request_id, given, "block ids")
     try:
         num_wanted = (len(given) if end is None else end) - first
@@ -163,7 +163,7 @@ def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     except Exception as e:
         raise _unreadable(request_id, "block ids", e) from e
     if type(items) is list:
-        ids = _plain_ids(request_id, items)
+        ids: Ids = _plain_ids(request_id, items)
     else:
         if items.ndim != 1 or items.dtype.kind not in "iu":
             raise RequestError(

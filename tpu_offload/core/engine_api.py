@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.errors import RequestError
+from tpu_offload.records import record
 from tpu_offload.types import BlockHash, Direction
 from tpu_offload.values import as_integer, one_line
 
@@ -77,7 +78,7 @@ class MatchState(enum.Enum):
     ARRIVING = "arriving"  # more can be loaded soon: match again in a later step, or take what is promised now
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Match:
     """The answer to a lookup. The chunks it promises are pinned until `OffloadScheduler.admit` or `release`.
 
@@ -104,7 +105,7 @@ class Match:
 MISS = Match(num_tokens=0, state=MatchState.MISS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
     """A request that holds blocks of the HBM cache in the coming step, and its computed tokens after that step.
 
@@ -137,7 +138,7 @@ class ScheduledRequest:
     retained_tokens: Sequence[int] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
     """A prefix in the engine's HBM cache whose last block is about to be evicted.
 
@@ -157,7 +158,7 @@ class CachedPrefix:
     limits: RequestLimits = NO_LIMITS
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class FailedLoad:
     """A load that failed, as a whole or in part.
 
@@ -170,7 +171,7 @@ class FailedLoad:
     num_valid_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class FinishedTransfer:
     """A job that every worker has finished.
 
@@ -185,7 +186,7 @@ class FinishedTransfer:
     duration_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Update:
     """What the engine has to know after a report.
 

@@ -17,6 +17,10 @@ from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, J
 _ORDER = {kind: number for number, kind in enumerate(JobKind)}
 
 
+def _place(job: "Job") -> int:
+    return _ORDER[job.wire.kind]
+
+
 def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
     """Host pool places of `num_blocks` consecutive blocks in the chunks in `slots`, from block `first` of these on."""
     if blocks_per_chunk == 1:
@@ -339,8 +343,8 @@ class JobTable:
         if not self._planned:
             return ()
         jobs, self._planned = self._planned, []
-        if any(job.kind is not jobs[0].kind for job in jobs):
-            jobs.sort(key=lambda job: _ORDER[job.kind])
+        if len(jobs) > 1:
+            jobs.sort(key=_place)
         for job in jobs:
             job.state = JobState.SENT
         return tuple([job.wire for job in jobs])

@@ -83,8 +83,7 @@ class LoadPlanner:
             request.num_skipped_tokens = request.num_found_tokens
             return 0
         first_block = num_computed_tokens // self._block_size
-        num_window_blocks = sum(self._window_sizes(num_wanted)) if checkpoint is not None else 0
-        num_blocks, num_staging_blocks = self._reserve(request, num_wanted, num_window_blocks, can_wait=can_wait)
+        num_blocks, num_staging_blocks = self._reserve(request, num_wanted, checkpoint, can_wait=can_wait)
         request.num_cut_load_blocks = num_wanted - num_blocks
         if not num_blocks:
             return 0
@@ -173,10 +172,6 @@ class LoadPlanner:
         request.junction_chunk = most if most > boundary else 0
         return checkpoint, boundary
 
-    def _window_sizes(self, num_blocks: int) -> list[int]:
-        """Per window group, how many of the last of these blocks a load needs."""
-        return [min(num_blocks, most) for most in self._window_blocks]
-
     def _num_loadable(self, end_block: int, num_tokens: int) -> int:
         """Tokens in HBM once the blocks before `end_block` are loaded.
 
@@ -185,7 +180,7 @@ class LoadPlanner:
         return min(end_block * self._block_size, num_tokens - 1)
 
     def _reserve(
-        self, request: RequestState, num_wanted: int, num_window_blocks: int, *, can_wait: bool
+        self, request: RequestState, num_wanted: int, checkpoint: Checkpoint | None, *, can_wait: bool
     ) -> tuple[int, int]:
         """How many blocks a load may have, and the staging blocks reserved for it; 0 blocks if it may not be planned.
 
@@ -198,9 +193,10 @@ class LoadPlanner:
         num_blocks = num_wanted if is_whole else min(num_wanted, self._blocks_per_chunk)
         if not self._staging.stages(Direction.LOAD):
             return num_blocks, 0
-        num_staging_blocks = self._staging.reserve_load(
-            request.account, num_blocks * self._num_full_groups + num_window_blocks
-        )
+        num_staged = num_blocks * self._num_full_groups
+        if checkpoint is not None:
+            num_staged += sum([min(num_wanted, most) for most in self._window_blocks])
+        num_staging_blocks = self._staging.reserve_load(request.account, num_staged)
         request.awaits_staging = not num_staging_blocks
         return (num_blocks if num_staging_blocks or can_wait else 0), num_staging_blocks
 
@@ -364,22 +360,20 @@ class LoadPlanner:
           RequestError: a block table has no block there.
         """
         parts, size, first_slot = [], self._blocks_per_chunk, 0
-        for group_id, num_blocks, num_chunks in zip(
-            self._window_group_ids,
-            self._window_sizes(end_block - load_start),
-            checkpoint.num_pieces,
-            strict=False,  # a state is the last piece
-        ):
-            first_block = end_block - num_blocks
-            block_ids = self._read_held(request, tables[group_id], group_id, first_block, end_block)
-            first_chunk = end_block // size - num_chunks
+        num_loaded, slots = end_block - load_start, checkpoint.slots
+        # A state is the last piece.
+        sizes = zip(self._window_group_ids, self._window_blocks, checkpoint.num_pieces, strict=False)
+        for group_id, most, num_chunks in sizes:
+            num_blocks = min(most, num_loaded)
+            block_ids = self._read_held(request, tables[group_id], group_id, end_block - num_blocks, end_block)
+            end_slot = first_slot + num_chunks
             host_ids = host_blocks(
-                checkpoint.slots[first_slot : first_slot + num_chunks],
+                slots[first_slot:end_slot],
                 blocks_per_chunk=size,
-                first=first_block - first_chunk * size,
+                first=num_chunks * size - num_blocks,
                 num_blocks=num_blocks,
             )
-            first_slot += num_chunks
+            first_slot = end_slot
             if block_ids:
                 parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
         return parts

@@ -1,7 +1,10 @@
 """The scheduler's state of one request, from its first match until it gives its blocks back."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 from tpu_offload.core.block_tables import Ids, read_hashes
 from tpu_offload.core.engine_api import NO_LIMITS, RequestLimits
@@ -12,7 +15,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.hashing import PrefixKeys, last_block_hash
 from tpu_offload.types import BlockHash, ChunkKey
 
-_MAX_LISTED = 64
+_MAX_LISTED = 128
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,7 +151,7 @@ class RequestState:
         keys, namespace = self.keys, self.namespace
         if isinstance(keys, list):
             if len(keys) + len(hashes) <= _MAX_LISTED:
-                keys += [ChunkKey(block_hash + namespace) for block_hash in hashes]
+                keys += cast(Iterable[ChunkKey], map(operator.add, hashes, itertools.repeat(namespace)))
                 return
             hashes = [*map(last_block_hash, keys), *hashes]
             self.keys = keys = PrefixKeys(namespace)

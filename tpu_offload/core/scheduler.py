@@ -113,8 +113,10 @@ class OffloadScheduler:
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
         self._storage = StorageStackPlanner(context, num_workers=num_workers, mark_lost=self._transfers.mark_lost)
-        self._transfers.on_saved(self._storage.offer)
-        self._saves.on_observed(self._storage.observe)
+        self._has_storage = bool(self._storage.tiers)
+        if self._has_storage:
+            self._transfers.on_saved(self._storage.offer)
+            self._saves.on_observed(self._storage.observe)
         self._swap = RequestSwap(context)
         self._workers = Workers(
             expected=expected_setups(config, layout, num_workers), clock=clock, warn_after_s=config.job_timeout_s
@@ -194,12 +196,13 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.clear_offer(request)  # it may be granted other blocks
         self._saves.observe(request, len(request.keys))
-        try:
-            self._storage.promote(request)
-        except BaseException:  # a custom eviction policy may raise anything
-            self._loads.release(request)
-            raise
-        self._storage.look_up(request)
+        if self._has_storage:
+            try:
+                self._storage.promote(request)
+            except BaseException:  # a custom eviction policy may raise anything
+                self._loads.release(request)
+                raise
+            self._storage.look_up(request)
         return self._loads.answer(request, num_found, storage=self._storage)
 
     def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
@@ -267,9 +270,10 @@ class OffloadScheduler:
             num_loaded_tokens=num_loaded_tokens,
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
-        self._storage.hit(request.keys[: request.num_found_chunks])
-        if load.checkpoint is not None:
-            self._storage.hit_checkpoint(load.checkpoint)
+        if self._has_storage:
+            self._storage.hit(request.keys[: request.num_found_chunks])
+            if load.checkpoint is not None:
+                self._storage.hit_checkpoint(load.checkpoint)
         self._transfers.send(load)
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
@@ -506,7 +510,8 @@ class OffloadScheduler:
         self._saves.offer(offers)
         cancelled = self._transfers.plan(now_s) if self._transfers.has_plans else ()
         self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
-        self._storage.plan(now_s)
+        if self._has_storage:
+            self._storage.plan(now_s)
         return cancelled
 
     def _forget(self, request_id: str) -> None:
@@ -521,7 +526,7 @@ class OffloadScheduler:
         if request.rolling is not None:
             self._index.checkpoints.settle(request.rolling)
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
-        if request.limits.cache:
+        if self._has_storage and request.limits.cache:
             self._storage.finish(request.keys)
         if request.load is not None:
             self._transfers.detach(request.load)

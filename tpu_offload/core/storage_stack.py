@@ -92,11 +92,10 @@ class StorageStackPlanner:
 
     def hit_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A request loads a checkpoint from the host tier."""
-        if self._tiers:
-            pieces = self._index.checkpoints.pieces_of(checkpoint)
-            for tier in self._tiers:
-                for piece, slot in pieces:
-                    tier.records.touch(tier.records.of_slot(piece, slot))
+        pieces = self._index.checkpoints.pieces_of(checkpoint)
+        for tier in self._tiers:
+            for piece, slot in pieces:
+                tier.records.touch(tier.records.of_slot(piece, slot))
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
         """Chunks were saved; each tier that is written then takes those that it admits."""

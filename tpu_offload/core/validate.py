@@ -109,7 +109,7 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
     return _memory_error(report, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
 
 
-def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> list[int]:
+def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> Sequence[int]:
     """Validates a request id and some counts; returns the counts as Python integers.
 
     Args:
@@ -121,8 +121,11 @@ def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> l
     """
     if type(request_id) is not str:
         raise RequestError(f"a request_id is {one_line(request_id)}; expected text")
-    if not counts:
-        return []
+    for value in counts:
+        if type(value) is not int or value < 0:
+            break
+    else:  # nearly always
+        return counts
     return [
         value if type(value) is int and value >= 0 else check_count(f"request {request_id} has {name}", value)
         for name, value in zip(names, counts, strict=True)
@@ -131,7 +134,7 @@ def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> l
 
 def check_match(
     request_id: Any, block_hashes: Any, *, num_tokens: Any, num_computed_tokens: Any, limits: Any
-) -> list[int]:
+) -> Sequence[int]:
     """Validates the arguments of `OffloadScheduler.match`; returns the two counts as Python integers.
 
     Raises:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from tpu_offload.core.index.prefix_tree import STRIDE, PrefixTree
 from tpu_offload.types import ChunkKey
 
+_MIN_STRIDE = 6
+"""Fewer chunks are faster one by one."""
+
 
 def resident_slots(tree: PrefixTree, keys: Sequence[ChunkKey], first: int) -> list[int]:
     """Slots of the chunks of a prefix from chunk `first` on, up to the first that is not resident.
@@ -81,13 +84,14 @@ def _walk(tree: PrefixTree, head: int, tail: int, num_chunks: int) -> list[int]:
     while num_left:
         if slot < 0:
             return []
-        if STRIDE < num_left <= try_at and slot >= STRIDE:
-            first = slot - STRIDE
-            if parents[first + 1 : slot + 1] == numbers[first:slot]:
-                slots += range(slot, first, -1)
-                slot, num_left = first, num_left - STRIDE
+        if _MIN_STRIDE <= num_left <= try_at:
+            num = num_left if num_left < STRIDE else STRIDE
+            first = slot - num + 1
+            if first >= 0 and parents[first + 1 : slot + 1] == numbers[first:slot]:
+                slots += range(slot, first - 1, -1)
+                slot, num_left = parents[first], num_left - num
                 continue
-            try_at = num_left - STRIDE
+            try_at = num_left - num
         slots.append(slot)
         slot, num_left = parents[slot], num_left - 1
     if slots[-1] != head:

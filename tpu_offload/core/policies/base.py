@@ -1,16 +1,16 @@
 """The contract of eviction policies, and what they see of the resident chunks."""
 
 import abc
-import dataclasses
 from collections.abc import Collection, Container, Sequence
 from typing import ClassVar, final
 
 from tpu_offload.core.chunk_table import Entries
+from tpu_offload.records import record
 from tpu_offload.types import ChunkKey
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Use:
     """One request's use of chunks: all calls to a policy between its match and its end carry the same one.
 
