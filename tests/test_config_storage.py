@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_config import GB, from_env, make_layout
 from tpu_offload import ConfigError, KVLayout, OffloadConfig
-from tpu_offload.config import StorageAdmission, StorageWriteEvent
+from tpu_offload.config import LoadMode, StorageAdmission, StorageWriteEvent
 
 TWO = {"storage_tier": "file; valkey", "storage_options": "/mnt/kv;valkey://host:6379", "num_storage_chunks": "20;200"}
 
@@ -27,6 +27,15 @@ def test_one_tier_takes_single_values():
     config = OffloadConfig.create(storage_tier="file", storage_options="/a", num_storage_chunks=7)
     assert [(tier.name, tier.options, tier.num_chunks) for tier in config.storage_tiers] == [("file", "/a", 7)]
     assert from_env(storage_tier="  ").storage_tiers == ()
+
+
+def test_kv_in_storage_is_compared_with_computing_unless_a_mode_is_set():
+    assert OffloadConfig.create().effective_load_mode is LoadMode.LOAD
+    assert OffloadConfig.create(load_mode="auto").effective_load_mode is LoadMode.AUTO
+    tier = {"storage_tier": "file", "storage_options": "/a", "num_storage_chunks": 7}
+    assert OffloadConfig.create(**tier).effective_load_mode is LoadMode.AUTO
+    assert OffloadConfig.create(**tier, load_mode="load").effective_load_mode is LoadMode.LOAD
+    assert OffloadConfig.create(**tier, host_gb=0).effective_load_mode is LoadMode.LOAD, "offloading is off"
 
 
 @pytest.mark.parametrize("page_shape", [(16, 4, 2, 64), (16, 1, 2, 66)])

@@ -94,6 +94,8 @@ class Process:
 def ours(*, policy="recompute", role="kv_both", **settings):
     """Settings of our connector; most tests skip the precompilation."""
     extra = {"num_cpu_chunks": 256, "skip_jax_precompile": True} | settings
+    if "storage_tier" in settings:  # else the machine's speed decides what is loaded; `test_prefill_times` has that
+        extra.setdefault("load_mode", "load")
     return {"kv_load_failure_policy": policy, "kv_role": role, "kv_connector_extra_config": extra}
 
 

@@ -115,6 +115,7 @@ def test_storage_of_both_hosts_survives_a_restart(expected, tmp_path):
         storage_options=f"{tmp_path / 'kv'},min_free_gb=0",
         num_storage_chunks=600,
         storage_wait_s=600.0,
+        load_mode="load",  # else the machine's speed decides
     )
     cold = dataclasses.replace(ENGINE, enable_prefix_caching=False)
 

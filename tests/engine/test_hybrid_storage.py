@@ -27,6 +27,7 @@ def make_offload(**changes: Any) -> OffloadConfig:
         "storage_tier": NAME,
         "num_storage_chunks": 600,
         "storage_wait_s": 60.0,
+        "load_mode": "load",  # else the machine's speed decides
     }
     return OffloadConfig.create(**(settings | changes))
 

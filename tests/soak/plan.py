@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 from tests.soak.storage import StorageKind
-from tpu_offload.config import CopyPath, OffloadConfig, StorageWriteEvent, SwapMode
+from tpu_offload.config import CopyPath, LoadMode, OffloadConfig, StorageWriteEvent, SwapMode
 from tpu_offload.engine import ModelConfig
 from tpu_offload.errors import InputError
 from tpu_offload.replay.setup import (
@@ -142,7 +142,8 @@ def _with_storage(small: OffloadConfig, storage: StorageKind, setup: Setup) -> O
     layout = layout_of(setup.model, setup.engine)
     chunk_gb = layout.block_nbytes * small.blocks_per_chunk / 2**30
     num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
-    changes: dict[str, object] = {"storage_tier": (storage.tier,)}
+    # What storage has is read, however fast this machine computes.
+    changes: dict[str, object] = {"storage_tier": (storage.tier,), "load_mode": small.load_mode or LoadMode.LOAD}
     if not small.num_storage_chunks:
         num_records = 1 + _CHECKPOINT_SHARE * (len(layout.window_groups) + small.records_per_state(layout))
         num_chunks = int(_STORED_SHARE * num_unique / small.blocks_per_chunk * num_records)

@@ -25,6 +25,7 @@ def make_offload(**changes):
         "storage_tier": NAME,
         "num_storage_chunks": 256,
         "storage_wait_s": 60.0,
+        "load_mode": "load",  # else the machine's speed decides
     }
     return OffloadConfig.create(**(settings | changes))
 

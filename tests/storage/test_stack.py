@@ -369,7 +369,7 @@ def test_a_job_names_its_tier_on_the_wire():
 
 def test_each_tier_is_measured_by_itself():
     clock = iter(range(10**6)).__next__
-    costs = LoadCosts(OffloadConfig.create(load_mode="auto").load_mode, clock=lambda: float(clock()))
+    costs = LoadCosts(OffloadConfig.create(load_mode="auto").effective_load_mode, clock=lambda: float(clock()))
     for nbytes in (1000, 2000, 4000):
         costs.observe_promotion(0, nbytes, nbytes / 1000)
         costs.observe_promotion(1, nbytes, nbytes / 10)

@@ -20,7 +20,7 @@ from tpu_offload.cli.options import Command, number
 from tpu_offload.cli.output import check_outputs, write_file
 from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, print_outcome, progress
 from tpu_offload.cli.serving import ENGINE_FLAGS, MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import LoadMode, OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
 from tpu_offload.errors import InputError
 from tpu_offload.measure import check_backend
@@ -42,7 +42,12 @@ _DEFAULTS = {
 
 @click.command(cls=Command, exclusive=[SOURCES])
 @click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption instead")
-@click.option("--restart", "restarts", is_flag=True, help="serve with offloading, stop, and serve again from storage")
+@click.option(
+    "--restart",
+    "restarts",
+    is_flag=True,
+    help="serve with offloading, stop, and serve again from storage, which has TPU_OFFLOAD_LOAD_MODE=load by default",
+)
 @number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
 @number("--processes", "processes that share the model, on the CPU (1)", high=_MAX_PROCESSES, default=1)
 @number("--devices", f"--processes: devices of each ({_DEFAULT_NUM_DEVICES})", high=_MAX_PROCESSES)
@@ -78,6 +83,8 @@ def command(
     offload = OffloadConfig.from_env()
     if restarts and not offload.has_storage:
         raise InputError("--restart without a storage tier; set TPU_OFFLOAD_STORAGE_TIER, such as file, and its size")
+    if restarts and offload.load_mode is None:  # so small a model often computes KV faster than storage has it
+        offload = offload.model_copy(update={"load_mode": LoadMode.LOAD})
     check_backend()
     if is_preempt:
         options = serving_options(flags, engine=preempt.ENGINE, model=preempt.MODEL)

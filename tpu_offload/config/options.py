@@ -135,11 +135,12 @@ class OffloadConfig(pydantic.BaseModel):
     copy_profile: Path | None = Field(
         None, description="Profile for `auto` paths: the file that `tpu-offload bench` wrote on this kind of machine."
     )
-    load_mode: LoadMode = Field(
-        LoadMode.LOAD,
+    load_mode: LoadMode | None = Field(
+        None,
         description="`auto` loads KV from the host tier and from storage unless computing it is faster, by times "
         "measured on this engine, and loads while these are not known (always in vLLM with data-parallel ranks or "
-        "pipeline stages); `load` and `recompute` force one. Set `auto` with storage slower than a few GB/s.",
+        "pipeline stages); `load` and `recompute` force one. By default `auto` with storage tiers and `load` without: "
+        "storage can be slower than computing, host memory hardly ever is.",
     )
     max_load_gb_per_step: float = Field(
         1.0,
@@ -464,6 +465,11 @@ class OffloadConfig(pydantic.BaseModel):
     def has_storage(self) -> bool:
         """Whether there is a storage tier below the host tier."""
         return self.enabled and bool(self.storage_tier)
+
+    @property
+    def effective_load_mode(self) -> LoadMode:
+        """`load_mode`, or what it is by default."""
+        return self.load_mode or (LoadMode.AUTO if self.has_storage else LoadMode.LOAD)
 
     @property
     def storage_tiers(self) -> tuple[StorageTierConfig, ...]:

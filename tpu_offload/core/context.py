@@ -126,7 +126,7 @@ class TierContext:
             breakers=_breakers(config, clock, saves="saves", loads="loads"),
             swap_breakers=_breakers(config, clock, saves="swaps out", loads="swaps in"),
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
-            costs=LoadCosts(config.load_mode, clock=clock),
+            costs=LoadCosts(config.effective_load_mode, clock=clock),
             counts=counts,
             window_chunks=window_chunks,
         )

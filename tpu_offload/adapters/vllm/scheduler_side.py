@@ -118,7 +118,7 @@ class SchedulerSide:
         # A `DPScheduler` makes no steps for copies in flight alone.
         self._clock = StepClock(clock) if self._has_ranks else clock
         # Only where prefill is compared with loads, and a step has all that the engine computes at a time.
-        is_timed = config.load_mode is LoadMode.AUTO and num_ranks == 1 and num_stages == 1
+        is_timed = config.effective_load_mode is LoadMode.AUTO and num_ranks == 1 and num_stages == 1
         self._prefill_times = PrefillTimes(clock) if is_timed else None
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
         # None until the workers have reported the layout, with the first step. Until then the host tier has no memory.
