@@ -101,7 +101,8 @@ class LoadCosts:
 
     def observe_load(self, nbytes: int, seconds: float) -> None:
         """A load from the host tier ended."""
-        self._observe(self._loads, nbytes, seconds)
+        if self._mode is LoadMode.AUTO:
+            self._observe(self._loads, nbytes, seconds)
 
     def _observe(self, fit: TwoTermFit, nbytes: int, seconds: float) -> None:
         fit.add(nbytes, 1.0, seconds)
@@ -144,6 +145,8 @@ class LoadCosts:
 
     def prefers_load(self, nbytes: int, *, first: int, end: int) -> bool:
         """Whether to load tokens `first` to `end - 1` of a prompt, of so many bytes, from the host tier."""
+        if self._mode is not LoadMode.AUTO:
+            return self._mode is LoadMode.LOAD
         # Without the term of jobs, which is mostly the wait for the end of a step: prefill has it too. So there is an
         # estimate only once loads of different sizes were measured.
         seconds = self._loads.seconds(nbytes, 0.0) if self._loads.is_separable else None
