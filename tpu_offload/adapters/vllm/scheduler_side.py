@@ -343,7 +343,8 @@ class SchedulerSide:
             requests = {r: entry.request for r, entry in self._active.items()}
             for tainted_id in (request_id, *self._tainted.propagate(requests, ())):
                 self._stop_saving(tainted_id)
-        self._stats_changed = True
+        if message.reports or message.tainted or message.needs_reset:  # a step that is only timed changes nothing
+            self._stats_changed = True
         self._computed_on_invalid |= message.computed_on_invalid
         reports = [*self._early_reports, *message.reports]
         self._early_reports.clear()
