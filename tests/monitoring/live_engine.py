@@ -119,6 +119,7 @@ class LiveEngine:
             storage_tier="file",
             storage_options=f"{folder},min_free_gb=0,direct=off",
             num_storage_chunks=256,
+            load_mode="load",  # else the machine's speed decides
             swap_gb=0.001,
             swap_mode="swap",
             skip_jax_precompile=True,
