@@ -83,10 +83,11 @@ def test_what_the_host_tier_has_lost_or_another_engine_has_computed_comes_from_f
         "num_storage_chunks": 1000,
         "storage_wait_s": 60.0,
     }
-    connector = ours(**{"num_cpu_chunks": 40, "decode_save": True} | storage)
-    run = {"model": model, "engine": engine, "connector": connector, "steps": steps}
+    settings = {"num_cpu_chunks": 40, "decode_save": True} | storage
+    run = {"model": model, "engine": engine, "connector": ours(**settings), "steps": steps}
     first, second = process.run(run), process.run(run)
-    for outcome in (first, second):
+    by_default = process.run(run | {"connector": ours(**settings, load_mode="auto")})
+    for outcome in (first, second, by_default):
         assert outcome["error"] is None
         assert answers(outcome) == answers(right)
         assert_nothing_leaked(outcome)
@@ -95,4 +96,5 @@ def test_what_the_host_tier_has_lost_or_another_engine_has_computed_comes_from_f
     stats = second["end"]["stats"]
     assert stats["restored_chunks"] > 0
     assert stats["promoted_chunks"] > 0
-    assert stats["loaded_tokens"] > first["end"]["stats"]["loaded_tokens"]
+    computed, found = (sum(outcome["steps"][0]["cached"]) for outcome in (first, second))
+    assert found > computed, "the first prompts"
