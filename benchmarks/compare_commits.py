@@ -23,7 +23,17 @@ from typing import Any
 from common import Spread, count, make_parser, print_table, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-_LABELS = ("num_layers", "num_indexed", "prompt_chunks", "path", "direction", "num_blocks", "block_kib", "dtype")
+_LABELS = (
+    "case",
+    "num_layers",
+    "num_indexed",
+    "prompt_chunks",
+    "path",
+    "direction",
+    "num_blocks",
+    "block_kib",
+    "dtype",
+)
 """What tells a benchmark's points apart."""
 
 
