@@ -18,7 +18,9 @@ def vllm_config():
     config = make_config(num_blocks=8)
     model = copy.copy(config.model_config)
     model.hf_config = copy.deepcopy(model.hf_config)
-    return SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format="auto"))
+    return SimpleNamespace(
+        model_config=model, load_config=SimpleNamespace(load_format="auto"), additional_config={"sharding": {}}
+    )
 
 
 def changed(change, config=None):
@@ -41,16 +43,41 @@ def test_it_is_reproducible_and_names_the_model():
         lambda c: setattr(c.model_config.hf_config, "rope_theta", 12345.0),
         lambda c: setattr(c.model_config.hf_config, "_commit_hash", "0123"),
         lambda c: setattr(c.load_config, "load_format", "other"),
+        lambda c: setattr(c.model_config, "model_impl", "transformers"),
+        lambda c: setattr(c.model_config, "code_revision", "abc"),
+        lambda c: c.additional_config.update(quantization={"qwix": {"rules": [{"weight_qtype": "int8"}]}}),
     ],
 )
 def test_what_the_kv_depends_on_changes_it(change):
     assert changed(change) != model_identity(vllm_config())
 
 
-def test_another_implementation_of_the_model_changes_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MODEL_IMPL_TYPE", "vllm"),
+        ("REQUANTIZE_WEIGHT_DTYPE", "int8"),
+        ("BF16_LINEAR_REQUANTIZE_PATTERNS", "re:.*qkv_proj"),
+        ("MOE_REQUANTIZE_CLIP_PERCENTILE", "99"),
+        ("DISABLE_WEIGHT_REQUANTIZATION", "1"),
+        ("MOE_APPROX_TOPK", "1"),
+        ("USE_BATCHED_RPA_SEQ_ON_LANE", "1"),
+        ("MLA_TRANSPOSE_KV_CACHE", "1"),
+    ],
+)
+def test_how_tpu_inference_computes_changes_it(monkeypatch, name, value):
+    """Other weights than those on disk, approximations, or pages that may have the same shape and another order."""
     before = model_identity(vllm_config())
-    monkeypatch.setenv("MODEL_IMPL_TYPE", "vllm")
+    monkeypatch.setenv(name, value)
     assert model_identity(vllm_config()) != before
+
+
+def test_what_differs_between_hosts_does_not_change_it(monkeypatch):
+    before = model_identity(vllm_config())
+    monkeypatch.setenv("TPU_WORKER_ID", "3")
+    monkeypatch.setenv("PHASED_PROFILING_DIR", "somewhere")
+    monkeypatch.setenv("NUM_PRECOMPILE_WORKERS", "4")
+    assert model_identity(vllm_config()) == before
 
 
 def test_a_stage_is_named_by_its_layers(monkeypatch):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
 _NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096  # of each file of weights
 _PACKAGES = ("vllm-tpu", "vllm", "tpu-inference", "tpu_inference")
+# Words in the names of tpu-inference's environment variables on which KV depends: the implementation of a model, the
+# precision of weights and activations, approximations, and how pages are laid out. Others only change the speed, or the
+# order in which numbers are added.
+_WORDS = ("MODEL_IMPL", "QUANTIZ", "DTYPE", "APPROX", "RANDOM_ROUTING", "MLA_", "RPA_KERNEL", "SEQ_ON_LANE")
 
 
 def model_identity(vllm_config: "VllmConfig") -> str:
@@ -32,20 +36,24 @@ def model_identity(vllm_config: "VllmConfig") -> str:
         load_format,
         model.seed if "dummy" in load_format else None,  # dummy weights are random
         json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),  # overrides are applied
-        _implementation(),
+        # How tpu-inference reads the weights: `quantization` of the additional config is one of its quantizers, Qwix.
+        json.dumps(vllm_config.additional_config, sort_keys=True, default=str),
+        model.model_impl,
+        model.code_revision,
+        *_environment(),
         *_versions(),
         *_sampled_weights(str(model.model)),
     ]
     return f"{model.model} {hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
 
-def _implementation() -> str:
-    """By which library tpu-inference runs the model; another may compute other bits, or order KV arrays otherwise."""
+def _environment() -> list[tuple[str, str]]:
+    """Settings of tpu-inference with which it computes other bits, or orders KV otherwise; defaults included."""
     try:
         from tpu_inference import envs
     except ImportError:
-        return ""
-    return str(envs.MODEL_IMPL_TYPE)
+        return []
+    return [(name, str(getattr(envs, name))) for name in sorted(dir(envs)) if any(word in name for word in _WORDS)]
 
 
 def _versions() -> Iterator[str]:
