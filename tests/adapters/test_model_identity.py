@@ -108,6 +108,19 @@ def test_dummy_weights_are_those_of_their_seed():
     assert identity("auto", 1) == identity("auto", 2)
 
 
+def test_the_longest_context_matters_to_models_whose_positions_depend_on_it():
+    """vLLM's long rope: keys of all positions are others if the context may exceed the model's original one."""
+
+    def identity(rope_type, max_model_len):
+        config = vllm_config()
+        config.model_config.max_model_len = max_model_len
+        config.model_config.hf_config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0}
+        return model_identity(config)
+
+    assert identity("longrope", 4096) != identity("longrope", 8192)
+    assert identity("default", 4096) == identity("default", 8192)
+
+
 def test_weights_that_changed_in_place_change_it(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(os.urandom(300_000))
     (tmp_path / "config.json").write_text("{}")

@@ -28,6 +28,7 @@ def model_identity(vllm_config: "VllmConfig") -> str:
     """The model, its revision and what its KV depends on, as text. O(files of weights)."""
     model = vllm_config.model_config
     load_format = str(vllm_config.load_config.load_format)
+    hf_config = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)  # overrides are applied
     parts = [
         model.revision,
         getattr(model.hf_config, "_commit_hash", None),
@@ -35,7 +36,9 @@ def model_identity(vllm_config: "VllmConfig") -> str:
         model.quantization,
         load_format,
         model.seed if "dummy" in load_format else None,  # dummy weights are random
-        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),  # overrides are applied
+        hf_config,
+        # vLLM takes the factors of long contexts for every position if the engine's longest context is one.
+        model.max_model_len if '"longrope"' in hf_config else None,
         # How tpu-inference reads the weights: `quantization` of the additional config is one of its quantizers, Qwix.
         json.dumps(vllm_config.additional_config, sort_keys=True, default=str),
         model.model_impl,
