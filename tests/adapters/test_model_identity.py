@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import MultiModalConfig
 
 from tests.adapters.engine_config import make_config
 from tpu_offload.adapters.vllm import cache_layout
@@ -106,6 +107,18 @@ def test_dummy_weights_are_those_of_their_seed():
 
     assert identity("dummy", 1) != identity("dummy", 2)
     assert identity("auto", 1) == identity("auto", 2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mm_processor_kwargs": {"do_rescale": False}}, {"media_io_kwargs": {"video": {"fps": 1}}}]
+)
+def test_how_the_engine_prepares_images_changes_it(change):
+    """vLLM's hash of an image has only what the request sets, so the hashes of its blocks are the same."""
+    config = vllm_config()
+    config.model_config.multimodal_config = MultiModalConfig()
+    before = model_identity(config)
+    config.model_config.multimodal_config = MultiModalConfig(**change)
+    assert model_identity(config) != before
 
 
 def test_the_longest_context_matters_to_models_whose_positions_depend_on_it():

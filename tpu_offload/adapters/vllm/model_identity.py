@@ -23,6 +23,13 @@ _PACKAGES = ("vllm-tpu", "vllm", "tpu-inference", "tpu_inference")
 # order in which numbers are added.
 _WORDS = ("MODEL_IMPL", "QUANTIZ", "DTYPE", "APPROX", "RANDOM_ROUTING", "MLA_", "RPA_KERNEL", "SEQ_ON_LANE")
 
+# Of the settings for images, videos and sounds, those that embeddings depend on. vLLM's hash of an image covers what a
+# request sets of these, not what the engine does.
+_MEDIA = (
+    "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate",
+    "video_pruning_method", "allow_missing_mm_embeddings",
+)  # fmt: skip
+
 
 def model_identity(vllm_config: "VllmConfig") -> str:
     """The model, its revision and what its KV depends on, as text. O(files of weights)."""
@@ -41,6 +48,7 @@ def model_identity(vllm_config: "VllmConfig") -> str:
         model.max_model_len if '"longrope"' in hf_config else None,
         # How tpu-inference reads the weights: `quantization` of the additional config is one of its quantizers, Qwix.
         json.dumps(vllm_config.additional_config, sort_keys=True, default=str),
+        [str(getattr(model.multimodal_config, name, None)) for name in _MEDIA],
         model.model_impl,
         model.code_revision,
         *_environment(),
