@@ -20,7 +20,10 @@ def vllm_config():
     model = copy.copy(config.model_config)
     model.hf_config = copy.deepcopy(model.hf_config)
     return SimpleNamespace(
-        model_config=model, load_config=SimpleNamespace(load_format="auto"), additional_config={"sharding": {}}
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        additional_config={"sharding": {}},
+        speculative_config=None,
     )
 
 
@@ -119,6 +122,24 @@ def test_how_the_engine_prepares_images_changes_it(change):
     before = model_identity(config)
     config.model_config.multimodal_config = MultiModalConfig(**change)
     assert model_identity(config) != before
+
+
+def test_a_draft_model_with_layers_of_its_own_changes_it():
+    """They are in the blocks, too."""
+
+    def identity(name, revision=None):
+        config = vllm_config()
+        draft = copy.copy(config.model_config)
+        draft.model, draft.revision = name or draft.model, revision
+        config.speculative_config = SimpleNamespace(draft_model_config=draft)
+        return model_identity(config)
+
+    without = model_identity(vllm_config())
+    assert len({without, identity("draft"), identity("draft", "abc"), identity("other")}) == 4
+    assert identity(None) == without, "n-gram drafts"
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(draft_model_config=None)
+    assert model_identity(config) == without
 
 
 def test_the_longest_context_matters_to_models_whose_positions_depend_on_it():

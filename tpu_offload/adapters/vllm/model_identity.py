@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
 _NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096  # of each file of weights
@@ -33,29 +33,37 @@ _MEDIA = (
 
 def model_identity(vllm_config: "VllmConfig") -> str:
     """The model, its revision and what its KV depends on, as text. O(files of weights)."""
-    model = vllm_config.model_config
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
     load_format = str(vllm_config.load_config.load_format)
-    hf_config = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)  # overrides are applied
     parts = [
-        model.revision,
-        getattr(model.hf_config, "_commit_hash", None),
-        str(model.dtype),
-        model.quantization,
+        *_of_model(model),
         load_format,
         model.seed if "dummy" in load_format else None,  # dummy weights are random
-        hf_config,
-        # vLLM takes the factors of long contexts for every position if the engine's longest context is one.
-        model.max_model_len if '"longrope"' in hf_config else None,
         # How tpu-inference reads the weights: `quantization` of the additional config is one of its quantizers, Qwix.
         json.dumps(vllm_config.additional_config, sort_keys=True, default=str),
-        [str(getattr(model.multimodal_config, name, None)) for name in _MEDIA],
-        model.model_impl,
-        model.code_revision,
         *_environment(),
         *_versions(),
-        *_sampled_weights(str(model.model)),
+        # A draft model may have layers of its own in the blocks. N-gram drafts have the model itself here.
+        *([draft.model, *_of_model(draft)] if draft is not None and draft.model != model.model else ()),
     ]
     return f"{model.model} {hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
+
+
+def _of_model(model: "ModelConfig") -> Iterator[Any]:
+    """What is set of one model, and its weights."""
+    hf_config = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)  # overrides are applied
+    yield model.revision
+    yield getattr(model.hf_config, "_commit_hash", None)
+    yield str(model.dtype)
+    yield model.quantization
+    yield hf_config
+    # vLLM takes the factors of long contexts for every position if the engine's longest context is one.
+    yield model.max_model_len if '"longrope"' in hf_config else None
+    yield [str(getattr(model.multimodal_config, name, None)) for name in _MEDIA]
+    yield model.model_impl
+    yield model.code_revision
+    yield from _sampled_weights(str(model.model))
 
 
 def _environment() -> list[tuple[str, str]]:
