@@ -63,7 +63,7 @@ def _of_model(model: "ModelConfig") -> Iterator[Any]:
     yield [str(getattr(model.multimodal_config, name, None)) for name in _MEDIA]
     yield model.model_impl
     yield model.code_revision
-    yield from _sampled_weights(str(model.model))
+    yield from sampled_weights(str(model.model))
 
 
 def _environment() -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def _versions() -> Iterator[str]:
             continue
 
 
-def _sampled_weights(path: str) -> Iterator[Any]:
+def sampled_weights(path: str) -> Iterator[Any]:
     """Names, sizes and samples of the files in a local directory of weights, which may change under the same name."""
     if not os.path.isdir(path):
         return
