@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -163,7 +164,14 @@ class Stack:
 
     @staticmethod
     def _make_request(
-        request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, resumable: bool = False, **extra
+        request_id: str,
+        prompt,
+        *,
+        max_tokens: int = 3,
+        salt: str | None = None,
+        lora: LoRARequest | None = None,
+        resumable: bool = False,
+        **extra,
     ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
         params.update_from_generation_config({}, EOS)
@@ -174,6 +182,7 @@ class Stack:
             pooling_params=None,
             mm_features=None,
             cache_salt=salt,
+            lora_request=lora,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
             resumable=resumable,
         )

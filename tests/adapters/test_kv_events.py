@@ -118,9 +118,11 @@ def with_adapter(stack, name, tokens):
     stack.drain()
 
 
-def test_blocks_are_described_as_in_hbm():
-    """Tokens, parents, adapters and salts: what a router hashes itself."""
-    stack, batches = recording()
+@pytest.mark.parametrize("has_storage", [False, True])
+def test_blocks_are_described_as_in_hbm(has_storage, tmp_path):
+    """Tokens, parents, adapters and salts: what a router hashes itself. With storage, adapters are hashed further."""
+    storage = {"storage_tier": "file", "storage_options": f"{tmp_path},min_free_gb=0", "num_storage_chunks": 64}
+    stack, batches = recording(**(storage if has_storage else {}))
     stack.serve("a", prompt(3 * BLOCK_SIZE + 2))
     stack.serve("b", [*prompt(2 * BLOCK_SIZE), *prompt(2 * BLOCK_SIZE, seed=5)])  # shares the first two blocks
     stack.serve("c", prompt(2 * BLOCK_SIZE), salt="tenant")

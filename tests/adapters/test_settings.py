@@ -262,12 +262,6 @@ def with_compiled_graphs(monkeypatch):
     return on_several_hosts(monkeypatch)
 
 
-def pooling(monkeypatch):
-    found = config(**STAGES)
-    monkeypatch.setattr(found.model_config, "runner_type", "pooling")
-    return found
-
-
 @pytest.mark.parametrize(
     ("make", "specs", "message"),
     [
@@ -277,7 +271,6 @@ def pooling(monkeypatch):
             "with TPU_MULTIHOST_BACKEND=ray: .* on which host .*; set --pipeline-parallel-size",
         ),
         (with_compiled_graphs, (FULL,), "with TPU_MULTIHOST_BACKEND=ray: .* only the output of the last stage .*; set"),
-        (pooling, (FULL,), "and a pooling model: .* without the connector"),
         (lambda _: config(**STAGES), (FULL, sliding()), "and 2 KV cache groups: .*; set --pipeline-parallel-size 1"),
         (lambda _: config_of_states(**STAGES), (STATE, FULL), "and 2 KV cache groups: stages with sliding windows or"),
     ],
@@ -296,6 +289,14 @@ def test_stages_share_the_memory_of_their_host(size):
     assert found.host_memory_fraction == alone.host_memory_fraction / 3
     assert found.host_gb == (1.0 if "host_gb" in size else None)
     assert found.num_cpu_chunks == alone.num_cpu_chunks
+
+
+def test_pooling_models_are_refused(monkeypatch):
+    """Once a load had failed, an embedding was computed on the blocks that it had not filled."""
+    found = config()
+    monkeypatch.setattr(found.model_config, "runner_type", "pooling")
+    with pytest.raises(ConfigError, match=r"a pooling model: .* drops .*; run this model without the connector"):
+        read_config(found, kv_cache_config(8))
 
 
 def test_windows_without_full_attention_are_refused():

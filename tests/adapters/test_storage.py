@@ -1,9 +1,11 @@
 """A storage tier below the host tier, under vLLM's real scheduler."""
 
+import os
 import threading
 
 import msgspec
 import pytest
+from vllm.lora.request import LoRARequest
 
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
@@ -62,6 +64,32 @@ def test_another_revision_finds_nothing(tmp_path):
         stack = make(tmp_path)
         stack.serve("b", tokens)
     assert stack.offload.stats().restored_chunks == 0
+    stack.check_end()
+    stack.close()
+
+
+def adapter(directory):
+    """An adapter with other weights than any before it."""
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    (directory / "adapter_model.safetensors").write_bytes(os.urandom(10_000))
+    return LoRARequest("sql", 1, str(directory))
+
+
+@pytest.mark.parametrize("what", ["weights", "config", "nothing"])
+def test_an_adapter_that_was_trained_anew_finds_nothing(tmp_path, what):
+    """Under the same name and in the same directory, which is all that vLLM's hashes cover."""
+    lora, tokens = adapter(tmp_path / "adapter"), prompt(40, seed=20)
+    stack = make(tmp_path / "kv")
+    stack.serve("a", tokens, lora=lora)
+    stack.close()
+    if what == "weights":
+        adapter(tmp_path / "adapter")
+    elif what == "config":
+        (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 9}')
+    stack = make(tmp_path / "kv")
+    stack.serve("b", tokens, lora=lora)
+    assert stack.offload.stats().promoted_tokens == (40 if what == "nothing" else 0)
     stack.check_end()
     stack.close()
 

@@ -13,39 +13,66 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
 _NUM_SAMPLES, _SAMPLE_NBYTES = 16, 4096  # of each file of weights
 _PACKAGES = ("vllm-tpu", "vllm", "tpu-inference", "tpu_inference")
+# Words in the names of tpu-inference's environment variables on which KV depends: the implementation of a model, the
+# precision of weights and activations, approximations, and how pages are laid out. Others only change the speed, or the
+# order in which numbers are added.
+_WORDS = ("MODEL_IMPL", "QUANTIZ", "DTYPE", "APPROX", "RANDOM_ROUTING", "MLA_", "RPA_KERNEL", "SEQ_ON_LANE")
+
+# Of the settings for images, videos and sounds, those that embeddings depend on. vLLM's hash of an image covers what a
+# request sets of these, not what the engine does.
+_MEDIA = (
+    "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate",
+    "video_pruning_method", "allow_missing_mm_embeddings",
+)  # fmt: skip
 
 
 def model_identity(vllm_config: "VllmConfig") -> str:
     """The model, its revision and what its KV depends on, as text. O(files of weights)."""
-    model = vllm_config.model_config
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
     load_format = str(vllm_config.load_config.load_format)
     parts = [
-        model.revision,
-        getattr(model.hf_config, "_commit_hash", None),
-        str(model.dtype),
-        model.quantization,
+        *_of_model(model),
         load_format,
         model.seed if "dummy" in load_format else None,  # dummy weights are random
-        json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),  # overrides are applied
-        _implementation(),
+        # How tpu-inference reads the weights: `quantization` of the additional config is one of its quantizers, Qwix.
+        json.dumps(vllm_config.additional_config, sort_keys=True, default=str),
+        *_environment(),
         *_versions(),
-        *_sampled_weights(str(model.model)),
+        # A draft model may have layers of its own in the blocks. N-gram drafts have the model itself here.
+        *([draft.model, *_of_model(draft)] if draft is not None and draft.model != model.model else ()),
     ]
     return f"{model.model} {hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
 
-def _implementation() -> str:
-    """By which library tpu-inference runs the model; another may compute other bits, or order KV arrays otherwise."""
+def _of_model(model: "ModelConfig") -> Iterator[Any]:
+    """What is set of one model, and its weights."""
+    hf_config = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)  # overrides are applied
+    yield model.revision
+    yield getattr(model.hf_config, "_commit_hash", None)
+    yield str(model.dtype)
+    yield model.quantization
+    yield hf_config
+    # vLLM takes the factors of long contexts for every position if the engine's longest context is one.
+    yield model.max_model_len if '"longrope"' in hf_config else None
+    yield [str(getattr(model.multimodal_config, name, None)) for name in _MEDIA]
+    yield model.model_impl
+    yield model.code_revision
+    yield from sampled_weights(str(model.model))
+
+
+def _environment() -> list[tuple[str, str]]:
+    """Settings of tpu-inference with which it computes other bits, or orders KV otherwise; defaults included."""
     try:
         from tpu_inference import envs
     except ImportError:
-        return ""
-    return str(envs.MODEL_IMPL_TYPE)
+        return []
+    return [(name, str(getattr(envs, name))) for name in sorted(dir(envs)) if any(word in name for word in _WORDS)]
 
 
 def _versions() -> Iterator[str]:
@@ -56,7 +83,7 @@ def _versions() -> Iterator[str]:
             continue
 
 
-def _sampled_weights(path: str) -> Iterator[Any]:
+def sampled_weights(path: str) -> Iterator[Any]:
     """Names, sizes and samples of the files in a local directory of weights, which may change under the same name."""
     if not os.path.isdir(path):
         return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, final
 from tpu_offload import ScheduledRequest
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.event_sources import BlockSources
+from tpu_offload.adapters.vllm.lora_hashes import LoRAHashes
 from tpu_offload.adapters.vllm.messages import KnownTokens
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Offers:
       state_groups: all that have states.
       retains_all_states: vLLM keeps each state that it computes at a block boundary.
       event_sources: is told of each request that offers, for KV events.
+      hashes: the hashes of a request's blocks.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Offers:
         state_groups: Sequence[int],
         retains_all_states: bool,
         event_sources: BlockSources | None,
+        hashes: LoRAHashes,
     ) -> None:
         self._block_size = block_size
         self._decode_save = decode_save
@@ -62,6 +65,7 @@ class Offers:
         self._state_groups = state_groups
         self._retains_all_states = retains_all_states
         self._event_sources = event_sources
+        self._hashes = hashes
         self._offering: dict[str, ActiveRequest] = {}
         self._known_tokens: list[KnownTokens] = []  # for the next message
 
@@ -141,7 +145,7 @@ class Offers:
         return ScheduledRequest(
             request_id=request.request_id,
             block_tables=block_tables,
-            block_hashes=request.block_hashes,
+            block_hashes=self._hashes.of(request),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
         )

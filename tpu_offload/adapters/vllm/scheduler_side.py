@@ -3,8 +3,8 @@
 vLLM schedules in one pass: it looks up waiting requests (`match`), grants blocks to those that it admits (`admit`), and
 ends the pass with `plan`, which releases what was matched and not admitted.
 
-The block hashes are vLLM's own. They cover LoRA, cache salt and images, and only known tokens, so neither a placeholder
-of async scheduling nor a draft is ever in one.
+The block hashes are vLLM's own (with storage, those of `LoRAHashes`). They cover LoRA, cache salt and images, and only
+known tokens, so neither a placeholder of async scheduling nor a draft is ever in one.
 
 This file is long because every call of vLLM's scheduler is here, with what vLLM has done before it.
 """
@@ -38,6 +38,7 @@ from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, to_kv_events
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.load_timing import LoadTiming
+from tpu_offload.adapters.vllm.lora_hashes import LoRAHashes
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.offers import ActiveRequest, Offers
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
@@ -99,11 +100,11 @@ class SchedulerSide:
         self._num_stages = num_stages
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
-        self._block_size = block_size
-        self._num_groups = len(group_order)
+        self._block_size, self._num_groups = block_size, len(group_order)
         self._state_groups = state_groups
         self._event_groups = event_groups
         self._event_sources = BlockSources() if record_events else None
+        self._hashes = LoRAHashes(enabled=config.has_storage)
         self._offers = Offers(
             block_size=block_size,
             decode_save=config.decode_save,
@@ -111,6 +112,7 @@ class SchedulerSide:
             state_groups=state_groups,
             retains_all_states=retains_all_states,
             event_sources=self._event_sources,
+            hashes=self._hashes,
         )
         self._load_timing = LoadTiming(sync_load=bool(config.sync_load), block_size=block_size)
         self._scheduler_id = uuid.uuid4().hex
@@ -136,9 +138,8 @@ class SchedulerSide:
         self._unfinished: dict[str, Request] = {}  # from the first match on
         self._limits: dict[str, RequestLimits | None] = {}  # of unfinished requests
         self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks
-        self._last_stats = OffloadStats()
+        self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
         self._last_tier_stats: tuple[TierStats, ...] = ()
-        self._stats_changed = False  # since `_last_stats`, possibly
         self._transfers: list[FinishedTransfer] = []
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
@@ -202,7 +203,7 @@ class SchedulerSide:
             self._event_sources.track(request)
         found = self._offload.match(
             request_id,
-            request.block_hashes,
+            self._hashes.of(request),
             num_tokens=request.num_tokens,
             num_computed_tokens=num_computed_tokens,
             limits=limits,
@@ -424,6 +425,7 @@ class SchedulerSide:
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._load_timing.end_background(request_id)
+        self._hashes.finish(request_id)
         self._tainted.finish(request_id)
         self._rollback.finish(request_id)
         self._stats_changed = True
@@ -449,7 +451,7 @@ class SchedulerSide:
         if self._event_sources is None or self._offload is None:
             return
         yield from to_kv_events(
-            self._offload.take_events(),
+            map(self._hashes.original, self._offload.take_events()),
             self._event_groups,
             sources=self._event_sources,
             block_size=self._block_size,

@@ -105,6 +105,12 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
     yield from _problems_of_hashes(vllm_config)
     if num_stages(vllm_config) > 1:
         yield from _problems_of_stages(vllm_config, num_groups=num_groups, config=config)
+    if vllm_config.model_config.runner_type == "pooling":
+        # So no load that failed would be known, and the answer would be computed on whatever is in its blocks.
+        yield (
+            "a pooling model: tpu-inference 0.32 drops what the connector reports with a step that pools; run this "
+            "model without the connector"
+        )
     additional = vllm_config.additional_config
     if isinstance(additional, dict) and additional.get("enable_continue_decode"):
         yield (
@@ -276,11 +282,6 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
         yield (
             f"{given} with async scheduling: tpu-inference 0.32 does not give the sampled tokens to the first stage; "
             "set --no-async-scheduling"
-        )
-    if vllm_config.model_config.runner_type == "pooling":
-        yield (
-            f"{given} and a pooling model: vLLM cannot join the connector's outputs of its stages; {change}, or run "
-            "this model without the connector"
         )
 
 

@@ -207,9 +207,11 @@ class WorkerSide:
         if self.worker.has_begun(plan):  # a duplicate message: nothing of it is repeated
             self._plan = StepPlan(step_id=plan.step_id)
             return
+        self._background_job_ids |= self._message.background_job_ids
+        if not self._runner.kv_caches:
+            plan = self._plan = self._without_caches(plan)
         loads = plan.of(JobKind.LOAD)
         self._unreported_loads.update((job.job_id, job) for job in loads)
-        self._background_job_ids |= self._message.background_job_ids
         needed = {job.job_id for job in loads} - self._message.background_job_ids
         begun = self._with_caches(lambda caches: self.worker.begin_step(plan, caches, urgent=needed))
         if not begun or self.worker.is_stale(plan):  # the worker has cancelled the rest of the plan
@@ -229,9 +231,9 @@ class WorkerSide:
         """
         tainted = self._compare_tokens()
         if self._plan.step_id <= self._last_invalid_step_id:
-            self._cancel_saves("the step computed on blocks whose load failed")
+            self._cancel(self._saves_of_plan, "the step computed on blocks whose load failed")
         elif not tainted <= self._message.tainted:
-            self._cancel_saves("a request was computed on other tokens than vLLM has")
+            self._cancel(self._saves_of_plan, "a request was computed on other tokens than vLLM has")
         else:
             self._with_caches(self._end_step)
         self._plan = StepPlan(step_id=self._plan.step_id)
@@ -316,11 +318,25 @@ class WorkerSide:
             tokens.compare(known.request_id, known.first, known.token_ids)
         return tokens.tainted
 
-    def _cancel_saves(self, error: str) -> None:
-        """Reports what the end of the step would have started as cancelled, which is no failure to circuit breakers."""
-        saves = self._plan.of(JobKind.SAVE, JobKind.CASCADE)
-        if saves:
-            results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in saves)
+    def _without_caches(self, plan: StepPlan) -> StepPlan:
+        """The part of a plan that needs no KV caches; the rest ends here.
+
+        tpu-inference has freed them for new weights, and vLLM makes steps for copies in flight.
+        """
+        for job in plan.of(JobKind.LOAD):
+            self._fail(job)
+        self._cancel([job for job in plan.jobs if not job.kind.of_storage], "the KV caches were freed")
+        return dataclasses.replace(plan, jobs=tuple([job for job in plan.jobs if job.kind.of_storage]))
+
+    @property
+    def _saves_of_plan(self) -> Sequence[CopyJob]:
+        """What the end of the step starts."""
+        return self._plan.of(JobKind.SAVE, JobKind.CASCADE)
+
+    def _cancel(self, jobs: Sequence[CopyJob], error: str) -> None:
+        """Reports jobs that were not started as cancelled, which is no failure to circuit breakers."""
+        if jobs:
+            results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in jobs)
             self._collect()
             self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=(), lost_states=()))
 
@@ -332,7 +348,9 @@ class WorkerSide:
         """Calls the library's worker with the caches. Returns False if they were lost and replaced by new ones."""
         runner = self._runner
         try:
-            runner.kv_caches = jax.tree.unflatten(self._structure, dispatch(jax.tree.leaves(runner.kv_caches)))
+            kv_caches = dispatch(jax.tree.leaves(runner.kv_caches))
+            if kv_caches:
+                runner.kv_caches = jax.tree.unflatten(self._structure, kv_caches)
         except CachesLostError as e:
             if self._has_groups:
                 raise CachesLostError(
