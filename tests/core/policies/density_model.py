@@ -1,8 +1,9 @@
 """Hit density as it is defined: each chunk alone, no runs, slices or queues, all ages exact. O(chunks) a victim."""
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 
-from tpu_offload.core.policies import density, lifetimes, runs
+from tpu_offload.core.policies import constant_rates, density, lifetimes, runs
 from tpu_offload.types import ChunkKey
 
 AGES = lifetimes._AGES
@@ -15,6 +16,12 @@ def group_of(age: int) -> int:
     while group < len(AGES) and AGES[group] <= age:
         group += 1
     return group
+
+
+def class_of(num_uses: int) -> int:
+    """The last class whose chunks have been used at most this often; at least two uses."""
+    classes = range(density._NUM_ORIGINS, density._NUM_CLASSES)
+    return max(c for c in classes if density._CLASS_USES[c] <= num_uses)
 
 
 class Chunk:
@@ -36,7 +43,13 @@ class Worth:
         self.ends: Counter[tuple[int, int]] = Counter()
         self.run_size = 1.0
         self.table: dict[tuple[int, int], float] = {}
-        self.learn([], 0)
+        # For the question whether age matters: predicted rates, and uses and chunks alive at the last estimate.
+        self.rates: dict[tuple[int, int], float] = {}
+        self.runs: Counter[tuple[int, int]] = Counter()  # that were used since
+        self.uses_then: Counter[tuple[int, int]] = Counter()
+        self.alive_then: Counter[tuple[int, int]] = Counter()
+        self.evidence, self.all_uses, self.all_exposure = ([0.0] * len(self.factors) for _ in range(3))
+        self.learn([], 0, 0)
 
     def end(self, lives: list[tuple[int, int]], *, used: bool) -> None:
         """Lifetimes (class, age) end together: equal ones are of one run."""
@@ -44,10 +57,16 @@ class Worth:
             self.ends[class_id, group_of(age)] += num
             if used:
                 self.uses[class_id, group_of(age)] += num
+                self.runs[class_id, group_of(age)] += 1
             self.run_size += 0.001 * (num - self.run_size)
 
-    def learn(self, alive: list[tuple[int, int]], youngest: int) -> None:
+    def learn(self, alive: list[tuple[int, int]], youngest: int, elapsed: int) -> None:
         first = group_of(max(1, youngest))
+        alive_now = Counter((class_id, max(group_of(age), first)) for class_id, age in alive)
+        for c in range(len(self.factors)):
+            self.compare(c, first, alive_now, elapsed)
+        self.uses_then, self.alive_then = self.uses.copy(), alive_now
+        self.runs.clear()
         uses: Counter[tuple[int, int]] = Counter()
         ends: Counter[tuple[int, int]] = Counter()
         for (class_id, group), num in self.uses.items():
@@ -73,10 +92,37 @@ class Worth:
         for c in classes:
             for group in range(first, last + 1):
                 self.table[c, group] = best_rate(chances, c, group, first, last)
-            for group in range(first):
-                self.table[c, group] = self.table[c, first]
-            for group in range(last + 1, NUM_GROUPS):
-                self.table[c, group] = self.table[c, last] * STARTS[last + 1] / STARTS[group + 1]
+            for group in range(NUM_GROUPS):
+                known = min(max(group, first), last)
+                later = STARTS[last + 1] / STARTS[group + 1] if group > last else 1
+                width = STARTS[known + 1] - STARTS[known]
+                self.table[c, group] = self.table[c, known] * later
+                self.rates[c, group] = (
+                    -math.log(1 - chances[c, known]) / (width if known > first else STARTS[known + 1]) * later
+                )
+            if self.evidence[c] > constant_rates._ENOUGH:
+                for group in range(NUM_GROUPS):
+                    self.table[c, group] = self.all_uses[c] / self.all_exposure[c]
+
+    def compare(self, c: int, first: int, alive_now: Counter[tuple[int, int]], elapsed: int) -> None:
+        """The evidence that age does not matter, from the ages at which chunks of a class were used."""
+        uses: Counter[int] = Counter()
+        used_runs: Counter[int] = Counter()
+        exposure: defaultdict[int, float] = defaultdict(float)
+        for group in range(NUM_GROUPS):
+            uses[max(group, first)] += self.uses[c, group] - self.uses_then[c, group]
+            used_runs[max(group, first)] += self.runs[c, group]
+            exposure[max(group, first)] += (self.alive_then[c, group] + alive_now[c, group]) / 2 * elapsed
+        total = sum(exposure.values())
+        if total:
+            mean = sum(exposure[group] * self.rates[c, group] for group in exposure) / total
+            doubt = constant_rates._DOUBT
+            for group in exposure:
+                if exposure[group]:
+                    predicted = (1 - doubt) * self.rates[c, group] + doubt * mean
+                    self.evidence[c] += used_runs[group] * math.log(mean / predicted)
+        self.all_uses[c] += sum(uses.values())
+        self.all_exposure[c] += total
 
     def of(self, class_id: int, age: int) -> float:
         return self.table[class_id, group_of(age)]
@@ -102,7 +148,7 @@ class SlowDensity:
         self.chunks: dict[ChunkKey, Chunk] = {}
         self.worth = Worth()
         self.now = self.use_id = 0
-        self.next_learn = runs._LEARN_EVERY
+        self.next_learn, self.last_learn = runs._LEARN_EVERY, 0
         self.ghosts: dict[ChunkKey, None] = {}
         self.end_chance = 1.0
         # By the chunk before it: the use that saved it, and the last chunk of its prompt.
@@ -129,7 +175,7 @@ class SlowDensity:
             else:
                 ended.append((chunk.class_id, self.now - chunk.time))
                 chunk.num_uses += 1
-                chunk.class_id = min(density._NUM_ORIGINS + chunk.num_uses.bit_length() - 2, density._NUM_CLASSES - 1)
+                chunk.class_id = class_of(chunk.num_uses)
                 origin = min(chunk.num_uses.bit_length(), density._NUM_ORIGINS - 1)
             chunk.time, chunk.use_id, chunk.resident = self.now, self.use_id, True
             self.ghosts.pop(key, None)
@@ -138,9 +184,10 @@ class SlowDensity:
             self.ends[prompt[-2]] = (self.use_id, prompt[-1])
         self.forget()
         if self.now >= self.next_learn:
+            elapsed, self.last_learn = self.now - self.last_learn, self.now
             self.next_learn = self.now + runs._LEARN_EVERY
             alive = [(chunk.class_id, self.now - chunk.time) for chunk in self.chunks.values()]
-            self.worth.learn(alive, self.size // runs._SLICES)
+            self.worth.learn(alive, self.size // runs._SLICES, elapsed)
         return num_found
 
     def learn_ends(self, prompt: list[ChunkKey]) -> None:

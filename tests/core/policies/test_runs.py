@@ -23,7 +23,7 @@ def begin(queues: RunQueues, class_id: int, num_chunks: int = 1) -> Run:
 
 
 def in_order(queues: RunQueues) -> list[Run]:
-    return [run for queue in queues.order for run, ticket in queue if run.ticket == ticket]
+    return [run for queue in queues.order() for run, ticket in queue if run.ticket == ticket]
 
 
 @pytest.fixture
@@ -56,15 +56,22 @@ def test_a_new_lifetime_is_not_in_the_old_slice(queues) -> None:
     queues.check_invariants([run, other])
 
 
-def test_a_run_placed_in_an_empty_queue_is_found_after_the_next_reorder(queues) -> None:
-    run = begin(queues, 2)
-    assert run in in_order(queues), "the newest slice is always in order"
-    queues.advance(100_000)
-    for _ in range(20):
-        queues.advance(1000)
-    queues.place(run)
+def test_a_run_placed_in_an_empty_queue_has_its_place_at_once(queues) -> None:
+    """Not only after the next sort: else what is worth more would be evicted before it."""
+    waiting = make_run()
+    queues.begin(waiting, 0)
+    queues.advance(50_000)
+    young = begin(queues, 2)
     queues.reorder()
-    assert in_order(queues) == [run]
+    assert in_order(queues) == [young]
+    queues.place(waiting)
+    first = queues.least()
+    assert first is not None
+    assert first[0][0] is waiting, "what is worth more would be evicted before it"
+    first.clear()
+    assert in_order(queues) == [young]
+    queues.place(waiting)
+    assert in_order(queues) == [waiting, young], "once, though its queue was emptied and filled again"
 
 
 def test_the_class_that_is_used_again_is_last(queues) -> None:
@@ -164,7 +171,7 @@ def test_runs_of_merged_slices_are_still_found(queues) -> None:
     assert len(queues._slices) < 150
     queues.reorder()
     assert {id(run) for run in in_order(queues)} == {id(run) for run in early}
-    for queue in queues.order:
+    for queue in queues.order():
         times = [run.time for run, _ in queue]
         assert times == sorted(times), "the oldest of a merged queue is first"
     queues.check_invariants(early)

@@ -24,10 +24,11 @@ from tpu_offload.core.policies.runs import Run, RunQueues
 from tpu_offload.types import ChunkKey
 
 # Classes: runs used once, by the power of two of the uses of the run before them (none, 1, 2 to 3, 4 to 7, more);
-# then all others by the power of two of their uses, the last for 256 and more.
+# then all others by their uses, two classes for each power of two (2, 3, 4 to 5, 6 to 7, 8 to 11, ...), the last for
+# 256 and more.
 _NUM_ORIGINS = 5
-_NUM_CLASSES = _NUM_ORIGINS + 8
-_CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0**i for i in range(1, _NUM_CLASSES - _NUM_ORIGINS + 1)]
+_NUM_CLASSES = _NUM_ORIGINS + 15
+_CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for i in range(_NUM_CLASSES - _NUM_ORIGINS)]
 
 _TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 _MIN_TRACKED = 2**13  # and at least
@@ -143,17 +144,10 @@ class DensityPolicy(EvictionPolicy):
         return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + queues + runs that cannot be evicted)."""
+        """See the base class. O(num_chunks + runs that cannot be evicted), and O(queues) when they are sorted."""
         if self._end_chance < 0.5:
             num_chunks -= self._evict_ends(num_chunks, residents)
-        kept: list[Run] = []
-        num_left = self._evict_in_order(num_chunks, residents, kept)
-        while num_left:  # queues that were empty when they were ordered may have entries by now
-            self._queues.reorder()
-            num_before, num_left = num_left, self._evict_in_order(num_left, residents, kept)
-            if num_left == num_before:
-                break
-        for run in kept:
+        for run in self._evict_in_order(num_chunks, residents):
             self._queues.place(run)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
@@ -230,8 +224,7 @@ class DensityPolicy(EvictionPolicy):
         run.at_end = False
         run.num_uses += 1
         run.use_id = use.use_id
-        class_id = min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1)
-        self._queues.renew(run, class_id, used=run.depth >= use.num_in_hbm)
+        self._queues.renew(run, _class_of(run.num_uses), used=run.depth >= use.num_in_hbm)
         self._place_and_track(run)
         return run
 
@@ -367,34 +360,38 @@ class DensityPolicy(EvictionPolicy):
 
     # Victims.
 
-    def _evict_in_order(self, num_chunks: int, residents: Residents, kept: list[Run]) -> int:
-        """Returns how many chunks are left to evict. Adds to `kept` the runs that cannot be evicted now."""
-        for queue in self._queues.order:
-            while queue and num_chunks:
-                run, ticket = queue[0]
-                if run.ticket != ticket:
-                    queue.popleft()
-                    continue
-                num_resident, num_keys = run.num_resident, len(run.keys)
-                tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
-                num_evicted, stopped_at = residents.evict_tail(tail, min(num_chunks, num_resident))
-                num_chunks -= num_evicted
-                self._num_resident -= num_evicted
-                if num_evicted and num_resident == num_keys:
-                    self._tracked.append((run, run.life))
-                run.num_resident -= num_evicted
-                if run.num_resident and not num_chunks:
-                    break
+    def _evict_in_order(self, num_chunks: int, residents: Residents) -> list[Run]:
+        """Returns the runs that cannot be evicted now, to be placed again."""
+        kept: list[Run] = []
+        while num_chunks and (queue := self._queues.least()) is not None:
+            run, ticket = queue[0]
+            if run.ticket != ticket:
                 queue.popleft()
-                run.ticket += 1
-                if stopped_at is not None and residents.is_leaf(stopped_at):  # else those that follow it come first
-                    if run.num_resident:
-                        kept.append(run)
-                    else:
-                        self._queues.place(self._runs[stopped_at])
-            if not num_chunks:
+                continue
+            num_resident, num_keys = run.num_resident, len(run.keys)
+            tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
+            num_evicted, stopped_at = residents.evict_tail(tail, min(num_chunks, num_resident))
+            num_chunks -= num_evicted
+            self._num_resident -= num_evicted
+            if num_evicted and num_resident == num_keys:
+                self._tracked.append((run, run.life))
+            run.num_resident -= num_evicted
+            if run.num_resident and not num_chunks:
                 break
-        return num_chunks
+            queue.popleft()
+            run.ticket += 1
+            if stopped_at is not None and residents.is_leaf(stopped_at):  # else those that follow it come first
+                if run.num_resident:
+                    kept.append(run)
+                else:
+                    self._queues.place(self._runs[stopped_at])
+        return kept
+
+
+def _class_of(num_uses: int) -> int:
+    """The class of runs with at least two uses."""
+    power = num_uses.bit_length() - 2
+    return min(_NUM_ORIGINS + 2 * power + (num_uses >> power & 1), _NUM_CLASSES - 1)
 
 
 def _is_open(run: Run) -> bool:

@@ -8,7 +8,8 @@ while, so that the statistics of a class do not depend on how long its chunks we
 
 The value of a chunk is its hit density: expected uses per unit of space and time until then (Beckmann, Chen and Cidon,
 "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), up to the optimal stopping age, at which that
-ratio is highest (the Gittins index: Gittins, "Bandit processes and dynamic allocation indices", 1979).
+ratio is highest (the Gittins index: Gittins, "Bandit processes and dynamic allocation indices", 1979). For classes in
+which age turns out not to matter it is the rate of use (see `constant_rates`).
 
 The prior, for no or few observations: the probability of a use is the same in each age group, each of which is longer
 than the one before, and proportional to the number of uses so far. So the value falls with age, as with LRU, and grows
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
+
+from tpu_offload.core.policies.constant_rates import ConstantRates
 
 type _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -50,21 +53,35 @@ class Lifetimes:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # Chunks by class and age group: `array`s for counting single events, with numpy views of all counts.
-        self._uses, self._ends = (array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(2))
-        self._all_uses, self._all_ends = (
-            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in (self._uses, self._ends)
+        # Chunks by class and age group, and the runs used since the last estimate: `array`s for counting single events,
+        # with numpy views of all counts.
+        self._uses, self._ends, self._runs = (array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(3))
+        self._all_uses, self._all_ends, self._all_runs = (
+            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in (self._uses, self._ends, self._runs)
         )
         self._run_size = 1.0  # chunks, a running mean
         self._density = np.zeros((_NUM_GROUPS, len(num_uses)))
+        # As of the last estimate: chunks alive and uses, by class and age group, and the predicted rates.
+        self._alive_then, self._uses_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
+        self._rates = np.ones_like(self._all_uses)
+        self._constant = ConstantRates(len(num_uses))
         self.learn([1], [[0.0] * len(num_uses)])
 
-    def end(self, class_id: int, num_chunks: int, age: int, *, used: bool) -> None:
-        """Lifetimes of chunks of one run end at an age: by a use, or censored."""
+    def end(self, class_id: int, num_chunks: int, age: int, *, used: bool, goes_on: bool = False) -> None:
+        """Lifetimes of chunks of one run end at an age: by a use, or censored.
+
+        Args:
+          class_id: their class.
+          num_chunks: how many.
+          age: in chunks used since they began.
+          used: whether a use ended them.
+          goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
+        """
         place = class_id * _NUM_GROUPS + bisect(_AGES, age)
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
+            self._runs[place] += not goes_on
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
@@ -77,21 +94,36 @@ class Lifetimes:
         density: _Floats = self._density[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
         return density
 
-    def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]]) -> None:
+    def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
         """Estimates hit densities from all counts.
 
         Args:
           ages: ages of running lifetimes; ages below the lowest are not distinguished.
           alive: for each of these ages, how many chunks of each class have it.
+          elapsed: the time since the last estimate, if that is short enough to compare what it predicted.
         """
+        groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
+        first = int(groups.min())
+        alive_now = np.zeros_like(self._all_ends)
+        np.add.at(alive_now.T, groups, np.asarray(alive))
+        if elapsed:
+            exposure = (self._alive_then + alive_now) / 2 * elapsed
+            observed = self._all_uses - self._uses_then, self._all_runs, exposure
+            uses, runs, exposure = (_from(counts, first) for counts in observed)
+            self._constant.observe(uses, runs, exposure, self._rates[:, first:])
+        self._all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
             self._all_uses /= 2
             self._all_ends /= 2
-        groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
-        first = int(groups.min())
-        uses, ends = self._all_uses, self._all_ends.copy()
-        np.add.at(ends.T, groups, np.asarray(alive))
+            self._constant.halve()
+        self._alive_then, self._uses_then = alive_now, self._all_uses.copy()
+        self._estimate(self._all_uses, self._all_ends + alive_now, first)
+        is_constant, rates = self._constant.found()
+        self._density[:, is_constant] = rates[is_constant]
+
+    def _estimate(self, uses: _Floats, ends: _Floats, first: int) -> None:
+        """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
         uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
         end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing older was observed
         uses, ends, widths = uses[:, :end], ends[:, :end], widths[:end]
@@ -100,10 +132,14 @@ class Lifetimes:
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, space = before * hazard, (before + left) / 2 * widths
-        self._density[first : first + end] = _best_rates(used, space).T
-        self._density[:first] = self._density[first]
-        last = first + end - 1
-        self._density[last:] = self._density[last] * (_ENDS[last] / _ENDS[last:, None])
+        for table, values in (
+            (self._density, _best_rates(used, space).T),
+            (self._rates.T, (-np.log1p(-hazard) / widths).T),
+        ):
+            table[first : first + end] = values
+            table[:first] = table[first]
+            last = first + end - 1
+            table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
 
     def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
         """The probability of a use in each age group, given that it is reached; by class."""

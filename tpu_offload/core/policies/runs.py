@@ -3,8 +3,12 @@
 Runs of one class whose lifetimes began in the same time slice share a queue. The first eviction after the end of a
 slice sorts the queues by the value of their runs. So the next victim is found without looking at all runs, and no run
 moves because it ages. Old slices are merged: the older they are, the coarser ages may be.
+
+Until the next sort a heap has the queues with entries. A queue that was empty gets its first entry when a run that
+others followed becomes a leaf. That run is the next victim if its value is the lowest, so the queue joins the heap.
 """
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +24,7 @@ from tpu_offload.types import ChunkKey
 _MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops, but costs every small tier more
 _SLICES = 16  # while as many chunks are used as fit the tier
 _LEARN_EVERY = 2048  # chunks used
-_HALF_LIFE = 2**14  # runs
+_HALF_LIFE = 2**13  # runs
 
 
 @final
@@ -91,12 +95,13 @@ type Queue = deque[tuple[Run, int]]
 class _Slice:
     """A time slice, and the lifetimes that began in it, by class."""
 
-    __slots__ = ("alive", "merged", "queues", "start")
+    __slots__ = ("alive", "first", "merged", "queues", "start")
 
     def __init__(self, start: int, num_classes: int) -> None:
         self.start = start
         self.alive = [0] * num_classes  # chunks
         self.queues: list[Queue] = [deque() for _ in range(num_classes)]
+        self.first = 0  # number of its first queue, when the queues were last sorted
         self.merged: _Slice | None = None  # the later slice that it was merged into
 
     def take_in(self, older: "_Slice") -> None:
@@ -125,21 +130,32 @@ class RunQueues:
         self._next_slice = _MIN_SLICE
         self._learn_every = _LEARN_EVERY
         self._next_learn = _LEARN_EVERY
+        self._last_learn = 0
+        self._last_used = -1, -1  # when the lifetime that a use ended last began, and its class
         self._next_purge = _LEARN_EVERY
-        self._order = list(self._slices[0].queues)
-        self._ordered = True  # since the last slice began
+        self._ordered = False  # since the last slice began
+        # When they were last sorted: all queues, and the values of their runs.
+        self._queues: list[Queue] = []
+        self._values = np.zeros(0)
+        # A heap of values and numbers of queues: all that have entries, and perhaps others.
+        self._waiting: list[tuple[float, int]] = []
 
     @property
     def now(self) -> int:
         """The time, in chunks used."""
         return self._now
 
-    @property
-    def order(self) -> Sequence[Queue]:
-        """The queues to evict from, one after another; without those that were empty when they were last ordered."""
+    def least(self) -> Queue | None:
+        """The queue whose runs have the least value; None when all are empty. O(log queues), amortized."""
         if not self._ordered:
             self.reorder()
-        return self._order
+        waiting = self._waiting
+        while waiting:
+            queue = self._queues[waiting[0][1]]
+            if queue:
+                return queue
+            heapq.heappop(waiting)
+        return None
 
     def resize(self, num_chunks: int) -> None:
         """The tier has room for this many chunks from now on."""
@@ -157,7 +173,7 @@ class RunQueues:
         """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
         held: list[Entries] = [queue for part in self._slices for queue in part.queues]
         self._slices = [_Slice(self._now, self._num_classes)]
-        self._order, self._ordered = list(self._slices[0].queues), True
+        self._queues, self._waiting, self._ordered = [], [], False
         return held
 
     def begin(self, run: Run, class_id: int) -> None:
@@ -182,7 +198,10 @@ class RunQueues:
             run.slice = newest
         part.alive[run.class_id] -= num_chunks
         newest.alive[class_id] += num_chunks
-        self._lifetimes.end(run.class_id, num_chunks, now - run.time, used=used)
+        begun = run.time, run.class_id
+        self._lifetimes.end(run.class_id, num_chunks, now - run.time, used=used, goes_on=begun == self._last_used)
+        if used:
+            self._last_used = begun
         if run.time != now:
             run.life += 1
         run.class_id, run.time = class_id, now
@@ -194,23 +213,34 @@ class RunQueues:
     def place(self, run: Run) -> None:
         """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
-        self._slice_of(run).queues[run.class_id].append((run, ticket))
+        part = run.slice if run.slice.merged is None else self._slice_of(run)
+        queue = part.queues[run.class_id]
+        if not queue and self._ordered:
+            number = part.first + run.class_id
+            heapq.heappush(self._waiting, (float(self._values[number]), number))
+        queue.append((run, ticket))
 
     def reorder(self) -> None:
-        """Sorts all queues by value, those that were empty too. O(queues)."""
+        """Sorts all queues by value. O(queues)."""
         self._ordered = True
         slices = self._slices
         starts = [part.start for part in slices] + [self._now]
         ages = [self._now - (a + b) // 2 for a, b in itertools.pairwise(starts)]
         if self._now >= self._next_learn:
+            elapsed, self._last_learn = self._now - self._last_learn, self._now
             self._next_learn = self._now + self._learn_every
-            self._lifetimes.learn([max(age, self._young) for age in ages], [part.alive for part in slices])
-        queues = list(itertools.chain.from_iterable(part.queues for part in slices))
-        nums = np.fromiter(map(len, queues), np.int64, len(queues))
-        nums[-self._num_classes :] = 1  # the newest slice still gets entries
-        (some,) = nums.nonzero()
-        by_value = some[self._lifetimes.hit_density(ages).ravel()[some].argsort(kind="stable")]
-        self._order = [queues[i] for i in by_value.tolist()]
+            alive = [part.alive for part in slices]
+            # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
+            elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
+            self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
+        for number, part in enumerate(slices):
+            part.first = number * self._num_classes
+        queues = self._queues = list(itertools.chain.from_iterable(part.queues for part in slices))
+        self._values = self._lifetimes.hit_density(ages).ravel()
+        (some,) = np.fromiter(map(bool, queues), np.bool_, len(queues)).nonzero()
+        values = self._values[some]
+        by_value = values.argsort(kind="stable")
+        self._waiting = list(zip(values[by_value].tolist(), some[by_value].tolist(), strict=True))
 
     def check_invariants(self, runs: Sequence[Run]) -> None:
         """Raises AssertionError unless exactly the lifetimes of these runs are running. For tests."""
@@ -227,6 +257,12 @@ class RunQueues:
         """The `id()`s of the runs that await eviction. For tests."""
         queues = [queue for part in self._slices for queue in part.queues]
         return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
+
+    def order(self) -> list[Queue]:
+        """The queues with entries, the one with the least value first. For tests."""
+        if not self._ordered:
+            self.reorder()
+        return [queue for _, number in sorted(set(self._waiting)) if (queue := self._queues[number])]
 
     def num_entries(self) -> int:
         """Entries of all queues, stale ones too. For tests."""

@@ -1,0 +1,130 @@
+"""Whether age matters for the uses of a class: what counts as evidence, and what the default policy does with it."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.core.policies.traffic import Tier, chain, conversations
+from tpu_offload.core.policies import POLICIES, constant_rates
+from tpu_offload.core.policies.constant_rates import ConstantRates
+from tpu_offload.core.policies.density import DensityPolicy
+
+EXPOSURE = np.array([[4000.0, 2000.0, 1000.0, 1000.0]])  # chunks times time, in four age groups
+FALLING = np.array([[0.08, 0.04, 0.02, 0.01]])  # rates by age
+
+
+def observe(constant: ConstantRates, uses: np.ndarray, *, times: int = 1, rates: np.ndarray = FALLING) -> None:
+    """Uses of chunks, in runs of four."""
+    for _ in range(times):
+        constant.observe(uses, uses / 4, EXPOSURE, rates)
+
+
+def test_uses_at_the_same_rate_at_all_ages_are_found_and_so_is_the_rate() -> None:
+    constant = ConstantRates(1)
+    observe(constant, 0.03 * EXPOSURE)
+    is_constant, rates = constant.found()
+    assert is_constant.tolist() == [True]
+    assert rates == pytest.approx([0.03])
+
+
+def test_uses_at_the_ages_that_were_predicted_are_not() -> None:
+    constant = ConstantRates(1)
+    observe(constant, FALLING * EXPOSURE, times=50)
+    assert not constant.found()[0].any()
+
+
+def test_only_the_ages_count_not_how_many_uses_were_predicted() -> None:
+    one, other = ConstantRates(1), ConstantRates(1)
+    observe(one, 0.001 * EXPOSURE, times=2)
+    observe(other, 0.001 * EXPOSURE, times=2, rates=FALLING * 30)
+    assert one._evidence == pytest.approx(other._evidence)
+    assert one._evidence > 0
+
+
+def test_one_use_that_was_thought_impossible_is_not_enough_however_long_the_run() -> None:
+    """It may be the first run that ever got so old."""
+    constant = ConstantRates(1)
+    rates = np.array([[0.1, 0.1, 0.1, 1e-12]])
+    constant.observe(np.array([[0.0, 0, 0, 500]]), np.array([[0.0, 0, 0, 1]]), EXPOSURE, rates)
+    assert 1 < constant._evidence[0] <= -np.log(constant_rates._DOUBT)
+    assert not constant.found()[0].any()
+
+
+def test_evidence_wears_off_and_the_rate_follows() -> None:
+    constant = ConstantRates(1)
+    observe(constant, 0.03 * EXPOSURE)
+    for _ in range(4):
+        constant.halve()
+        observe(constant, FALLING * EXPOSURE / 20)
+    assert not constant.found()[0].any()
+    assert constant.found()[1] < [0.02]
+
+
+def test_without_any_use_nothing_is_found() -> None:
+    constant = ConstantRates(1)
+    observe(constant, np.zeros((1, 4)), times=10)
+    constant.observe(np.zeros((1, 4)), np.zeros((1, 4)), np.zeros((1, 4)), FALLING)
+    assert not constant.found()[0].any()
+
+
+# --- in the policy --------------------------------------------------------------------------------
+
+
+def questions(seed: int) -> list[list]:
+    """About random documents, some more popular than others, at random times."""
+    rng = random.Random(seed)
+    documents = [chain(f"document {i}", rng.randint(3, 12)) for i in range(600)]
+    asked = rng.choices(documents, [(i + 1) ** -0.8 for i in range(600)], k=4000)
+    return [chain(f"question {i}", 1, document) for i, document in enumerate(asked)]
+
+
+def classes_found(tier: Tier) -> np.ndarray:
+    assert isinstance(tier.policy, DensityPolicy)
+    return tier.policy._queues._lifetimes._constant.found()[0]
+
+
+def hits_of(name: str, seed: int) -> int:
+    prompts = questions(seed)
+    tier = Tier(POLICIES[name](), 800)
+    tier.serve_all(prompts[:1000])
+    return tier.serve_all(prompts[1000:])
+
+
+@pytest.mark.parametrize("num_in_hbm", [0, 12])
+def test_a_run_that_a_request_uses_in_pieces_is_one_observation(num_in_hbm) -> None:
+    """Else the evidence would depend on the size of a step."""
+    policy = DensityPolicy()
+    tier, prompt = Tier(policy, 100), chain("a", 20)
+    tier.serve(prompt)
+    use = tier.new_use(num_in_hbm)
+    for num_chunks in (8, 15, 20):
+        tier.index.touch(use, prompt, num_chunks)
+    lifetimes = policy._queues._lifetimes
+    assert lifetimes._all_uses.sum() == 20 - num_in_hbm
+    assert lifetimes._all_runs.sum() == 1
+    tier.serve(prompt)
+    assert lifetimes._all_runs.sum() == 2
+
+
+def test_documents_asked_about_at_random_are_kept_by_how_often_not_by_when() -> None:
+    tier = Tier(DensityPolicy(), 800)
+    tier.serve_all(questions(0))
+    assert classes_found(tier)[[0, 5, 6, 7]].all(), "those used once to five times"
+
+
+def test_it_hits_as_often_as_by_frequency_and_less_often_without(monkeypatch) -> None:
+    found = sum(hits_of("density", seed) for seed in range(3))
+    by_frequency = sum(hits_of("wtinylfu", seed) for seed in range(3))
+    monkeypatch.setattr(constant_rates, "_ENOUGH", float("inf"))
+    by_age = sum(hits_of("density", seed) for seed in range(3))
+    assert found > 0.995 * by_frequency
+    assert found > 1.005 * by_age
+
+
+def test_age_matters_in_conversations() -> None:
+    tier = Tier(DensityPolicy(), 300)
+    tier.serve_all(conversations(random.Random(0), 6000))
+    evidence = tier.policy._queues._lifetimes._constant._evidence  # type: ignore[attr-defined]
+    assert evidence[5] < -20, "a conversation that was silent for long is over"
+    assert not classes_found(tier)[:10].any(), "all but the system prompts, which are used at random"
