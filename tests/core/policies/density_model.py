@@ -24,6 +24,10 @@ def class_of(num_uses: int) -> int:
     return max(c for c in classes if density._CLASS_USES[c] <= num_uses)
 
 
+def of_its_pool(class_id: int) -> list[int]:
+    return [c for c, pool in enumerate(density._POOLS) if pool == density._POOLS[class_id]]
+
+
 class Chunk:
     """A chunk with its current lifetime and its uses so far."""
 
@@ -70,11 +74,14 @@ class Worth:
         uses: Counter[tuple[int, int]] = Counter()
         ends: Counter[tuple[int, int]] = Counter()
         for (class_id, group), num in self.uses.items():
-            uses[class_id, max(group, first)] += num
+            for c in of_its_pool(class_id):
+                uses[c, max(group, first)] += num
         for (class_id, group), num in self.ends.items():
-            ends[class_id, max(group, first)] += num
+            for c in of_its_pool(class_id):
+                ends[c, max(group, first)] += num
         for class_id, age in alive:
-            ends[class_id, max(group_of(age), first)] += 1
+            for c in of_its_pool(class_id):
+                ends[c, max(group_of(age), first)] += 1
         last = max((group for _, group in ends), default=first)
         classes = range(len(self.factors))
         weight = lifetimes._PRIOR_RUNS * self.run_size

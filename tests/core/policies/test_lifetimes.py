@@ -203,3 +203,17 @@ def test_running_lifetimes_count_as_not_yet_used() -> None:
     learnt.learn([100_000], [[0, 10_000]])
     young = learnt.hit_density([100])[0]
     assert young[1] < young[0], "running lifetimes were ignored"
+
+
+def test_classes_of_a_pool_learn_from_each_other_and_others_do_not() -> None:
+    alone = Lifetimes((2.0, 2.0, 2.0), half_life=1000)
+    pooled = Lifetimes((2.0, 2.0, 2.0), half_life=1000, pools=[0, 0, 1])
+    for known in (alone, pooled):
+        for _ in range(100):
+            known.end(0, 1, 500, used=True)
+            known.end(2, 1, 500, used=False)
+        known.learn([1], [[0.0] * 3])
+    first, second, third = pooled.hit_density([100])[0]
+    assert first == second > 2 * third
+    first, second, _ = alone.hit_density([100])[0]
+    assert first > 1.2 * second

@@ -29,6 +29,8 @@ from tpu_offload.types import ChunkKey
 _NUM_ORIGINS = 5
 _NUM_CLASSES = _NUM_ORIGINS + 15
 _CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for i in range(_NUM_CLASSES - _NUM_ORIGINS)]
+# Used twice and three times is one class for the ages: a request that is saved when HBM evicts it counts twice.
+_POOLS = [*range(_NUM_ORIGINS + 1), *range(_NUM_ORIGINS, _NUM_CLASSES - 1)]
 
 _TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 _MIN_TRACKED = 2**13  # and at least
@@ -43,7 +45,7 @@ class DensityPolicy(EvictionPolicy):
         self._runs = RunTable()  # of every chunk, resident or tracked
         self._num_known = 0
         self._num_resident = 0
-        self._queues = RunQueues(_CLASS_USES)
+        self._queues = RunQueues(_CLASS_USES, _POOLS)
         self._newest_use_id = -1
         self._tracked: deque[tuple[Run, int]] = deque()  # runs with evicted chunks, and in which lifetime
         self._max_tracked = _MIN_TRACKED

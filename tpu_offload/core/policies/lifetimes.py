@@ -47,9 +47,13 @@ class Lifetimes:
     Args:
       num_uses: for each class, about how often its chunks have been used.
       half_life: observations are halved in weight after this many lifetimes of runs have ended.
+      pools: for each class the pool that it belongs to; the hazard rates of a pool are estimated together. By default
+        each class is its own.
     """
 
-    def __init__(self, num_uses: Sequence[float], *, half_life: int) -> None:
+    def __init__(self, num_uses: Sequence[float], *, half_life: int, pools: Sequence[int] | None = None) -> None:
+        numbers = np.arange(len(num_uses)) if pools is None else np.asarray(pools)
+        self._pooled = (numbers[:, None] == numbers).astype(np.float64)  # [class, classes of its pool]
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
@@ -118,7 +122,7 @@ class Lifetimes:
             self._all_ends /= 2
             self._constant.halve()
         self._alive_then, self._uses_then = alive_now, self._all_uses.copy()
-        self._estimate(self._all_uses, self._all_ends + alive_now, first)
+        self._estimate(self._pooled @ self._all_uses, self._pooled @ (self._all_ends + alive_now), first)
         is_constant, rates = self._constant.found()
         self._density[:, is_constant] = rates[is_constant]
 

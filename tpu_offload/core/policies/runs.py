@@ -118,11 +118,12 @@ class RunQueues:
 
     Args:
       num_uses: for each class, about how often its chunks have been used.
+      pools: see `Lifetimes`.
     """
 
-    def __init__(self, num_uses: Sequence[float]) -> None:
+    def __init__(self, num_uses: Sequence[float], pools: Sequence[int] | None = None) -> None:
         self._num_classes = len(num_uses)
-        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE)
+        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools)
         self._now = 0
         self._slices = [_Slice(0, self._num_classes)]  # oldest first
         self._young = 0  # younger ages are not distinguished
