@@ -46,7 +46,7 @@ _DEFAULTS = {
     "--restart",
     "restarts",
     is_flag=True,
-    help="serve with offloading, stop, and serve again from storage, which has TPU_OFFLOAD_LOAD_MODE=load by default",
+    help="serve with offloading, stop, and serve again from storage (TPU_OFFLOAD_LOAD_MODE=load unless it is set)",
 )
 @number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
 @number("--processes", "processes that share the model, on the CPU (1)", high=_MAX_PROCESSES, default=1)
