@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tpu_offload.native import is_compiled
+
 PACKAGES = ("tpu_offload", "jax", "jaxlib", "libtpu", "numpy", "flax", "vllm-tpu", "tpu-inference")
 
 
@@ -136,7 +138,13 @@ def environment() -> dict[str, Any]:
         devices = sys.modules["jax"].devices()
         device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
     machine = {"num_cpus": os.cpu_count(), "load_average": os.getloadavg()}
-    return {"date": time.strftime("%Y-%m-%d"), "versions": versions, "device": device, **machine}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions,
+        "is_compiled": is_compiled(),
+        "device": device,
+        **machine,
+    }
 
 
 def write_json(args: argparse.Namespace, *, question: str, **figures: Any) -> None:

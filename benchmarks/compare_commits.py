@@ -3,10 +3,12 @@
 Runs one benchmark in both trees in turn, a process each time, and compares every figure that both of them report:
 the ratio of this tree's median to the other commit's, pair by pair, so that a machine that slows down slows both. The
 other commit is checked out into a temporary folder; the packages are those of the environment at hand. Above 1 is
-slower for seconds, faster for rates.
+slower for seconds, faster for rates. In place of a commit it takes a folder with a tree, such as build/compiled, which
+`scripts/test --compiled` makes.
 
   python benchmarks/compare_commits.py --against HEAD~20 bench_dispatch.py
   python benchmarks/compare_commits.py --against v1 --rounds 5 bench_index.py --num-indexed 100000 --chunks-timed 50000
+  python benchmarks/compare_commits.py --against build/compiled bench_groups.py
 """
 
 import argparse
@@ -57,7 +59,10 @@ def _medians(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def check_out(commit: str, folder: Path) -> None:
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    """Unpacks a commit of the repository that this tree is in, as build/compiled may be."""
+    find = ["git", "rev-parse", "--show-toplevel"]
+    top = subprocess.run(find, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    archive = subprocess.run(["git", "archive", commit], cwd=top, check=True, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
 
 
@@ -80,7 +85,7 @@ def measure(tree: Path, command: Sequence[str], output: Path) -> dict[str, float
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--against", required=True, metavar="COMMIT")
+    parser.add_argument("--against", required=True, metavar="COMMIT or FOLDER")
     parser.add_argument("--rounds", type=count, default=5, help="runs in each tree")
     parser.add_argument("--only", default="", metavar="PATTERN", help="figures whose names match")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a benchmark of this folder, and its arguments")
@@ -90,10 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratios: dict[str, list[float]] = {}
     values: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        other = Path(folder, "other")
-        other.mkdir()
+        other = Path(args.against).resolve()
         try:
-            check_out(args.against, other)
+            if not other.is_dir():
+                other = Path(folder, "other")
+                other.mkdir()
+                check_out(args.against, other)
             for number in range(args.rounds):
                 print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
                 found = {tree: measure(tree, args.command, Path(folder, "out.json")) for tree in _order(other, number)}

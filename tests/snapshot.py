@@ -1,12 +1,12 @@
 """Everything that an object consists of, as values that can be compared: a call that raises has changed none of it."""
 
-import dataclasses
 import enum
-import functools
 from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
+
+from tests.compiled import state_of
 
 NOT_STATE = {"_num_requests_seen"}  # numbers that are never used twice, and may be skipped
 _PLAIN = (type(None), bool, int, float, str, bytes, enum.Enum, type)
@@ -53,9 +53,9 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
         if type(value).__module__.startswith("tpu_offload"):
             seen[id(value)] = path
             values[path] = type(value).__name__
-            for name in _fields(value):
-                if name not in leave_out:
-                    walk(f"{path}.{name}", getattr(value, name))
+            for name, item in sorted(state_of(value).items()):
+                if name not in leave_out | NOT_STATE:
+                    walk(f"{path}.{name}", item)
             return
         values[path] = f"{type(value).__name__} {id(value)}"
 
@@ -67,19 +67,3 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Where two snapshots differ."""
     paths = [path for path in {**before, **after} if before.get(path, "-") != after.get(path, "-")]
     return [f"{path}: {before.get(path, '-')} is now {after.get(path, '-')}" for path in paths]
-
-
-def _fields(value: Any) -> list[str]:
-    declared = _declared(type(value))  # type: ignore[arg-type]  # classes are hashable
-    names = {*declared, *getattr(value, "__dict__", ())} - NOT_STATE
-    return [name for name in sorted(names) if hasattr(value, name)]
-
-
-@functools.cache
-def _declared(cls: type) -> set[str]:
-    """The fields and slots of a class."""
-    names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names |= {slots} if isinstance(slots, str) else set(slots)
-    return names

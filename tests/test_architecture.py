@@ -27,6 +27,7 @@ FOUNDATION = {
     "metrics",
     "copy_profile",
     "records",
+    "native",
 }
 PARTS = {"core", "kernels", "memory"}
 FRONTS = {"adapters", "sim"}
@@ -336,7 +337,8 @@ def normal(name):
 
 REQUIRED = requirements()
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
-PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by vLLM's environment
+# By vLLM's environment; the last is imported for mypyc only, which brings it.
+PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray", "mypy_extensions"}
 EXTRAS = {  # by part or file, the first one of its own; the others need none
     "engine": ("engine",),
     "cli": ("cli", "engine"),

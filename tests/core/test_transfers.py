@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tests.jobs import host_block_ids
@@ -575,6 +576,7 @@ def test_memory_lost_under_a_load_that_begins_inside_a_chunk_fails_the_right_blo
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
 
 
+@interpreted_only
 def test_many_failed_saves_in_one_report_take_no_longer_than_one():
     engine = FakeEngine(num_blocks=2000, num_staging_blocks=2000, num_cpu_chunks=2000,
                         workers=[FakeWorker(num_host_chunks=2000)], breaker_failures=0)  # fmt: skip
@@ -596,6 +598,7 @@ def test_many_failed_saves_in_one_report_take_no_longer_than_one():
     assert len(looked) == 2
 
 
+@interpreted_only
 def test_a_request_with_a_chunk_that_backs_off_costs_nothing():
     engine = FakeEngine(breaker_failures=0, breaker_retry_s=100.0)
     engine.add("a", tokens(16))
@@ -631,6 +634,7 @@ class Breaking:
         return policy
 
 
+@interpreted_only
 def test_jobs_planned_when_a_policy_raised_are_in_no_later_plan():
     """Its blocks may have other owners by then: an early save would publish their KV under the old hashes."""
     breaking = Breaking()
@@ -657,6 +661,7 @@ def test_jobs_planned_when_a_policy_raised_are_in_no_later_plan():
     engine.scheduler.check_invariants()
 
 
+@interpreted_only
 def test_a_load_planned_when_a_policy_raised_is_recomputed():
     breaking = Breaking()
     engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], policy=breaking)

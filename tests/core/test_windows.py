@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_faults import FaultyLife
@@ -295,6 +296,7 @@ def full_tier(windows: tuple[int, ...]) -> WindowEngine:
     return engine
 
 
+@interpreted_only
 def test_a_plan_that_raised_leaves_nothing_to_save_of_windows(monkeypatch) -> None:
     """The engine may free these blocks before the next plan."""
     engine = full_tier((5,))
@@ -306,6 +308,7 @@ def test_a_plan_that_raised_leaves_nothing_to_save_of_windows(monkeypatch) -> No
     assert {part.group_id for job in plan.jobs for part in job.parts} == {0}
 
 
+@interpreted_only
 def test_a_policy_that_raises_for_windows_leaks_no_slot(monkeypatch) -> None:
     engine = full_tier((5, 9))
     engine.add("a", tokens(18))
@@ -339,6 +342,7 @@ def test_a_window_chunk_that_cannot_be_read_is_written_again(monkeypatch) -> Non
     assert again[-1][0] == slots[0][0]
 
 
+@interpreted_only
 @pytest.mark.parametrize("when", ["promised", "waiting"])
 def test_a_load_whose_window_slots_are_lost_fails(when, monkeypatch) -> None:
     engine = WindowEngine((9, 5))

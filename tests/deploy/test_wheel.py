@@ -3,6 +3,7 @@
 import configparser
 import email
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -22,23 +23,26 @@ from tpu_offload.measure.devices import environment
 
 PACKAGE = ROOT / "tpu_offload"
 BUILD = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
-SOURCES = ("LICENSE", "README.md", "setup.cfg", "setup.py", "tpu_offload_command.py")
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg", "setup.py", "tpu_offload_command.py")
 
 
-def make_wheel(folder: Path) -> Path:
+def make_wheel(folder: Path, *, compile_it: str = "0", **environ: str) -> Path:
     """Builds the wheel from a copy of the sources that the Containerfile copies."""
     source = folder / "source"
     shutil.copytree(PACKAGE, source / "tpu_offload", ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-W", "ignore", "-c", BUILD, str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    env = os.environ | {"COMPILE_TPU_OFFLOAD": compile_it} | environ
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300, env=env)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     return folder / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """Without compiled modules, which tests/test_compiled.py is about."""
     with zipfile.ZipFile(make_wheel(tmp_path_factory.mktemp("wheel"))) as archive:
         yield archive
 
@@ -120,3 +124,42 @@ def test_what_is_required_has_no_tests_or_tools_in_it(metadata):
         "jax", "jaxlib", "ml_dtypes", "numpy", "prometheus_client", "psutil", "pydantic", "xxhash"
     }  # fmt: skip
     assert names <= {name for name in names if importlib.metadata.version(name)}
+
+
+# Compiled modules, with a mypyc that makes two of which the second is not C.
+
+MYPYC = """
+import setuptools
+def mypycify(*_, **__):
+    made = []
+    for name, text in (("works", "int PyInit_works;"), ("broken", "this is not C")):
+        with open(name + ".c", "w") as file:
+            file.write(text)
+        made.append(setuptools.Extension("tpu_offload.core." + name, [name + ".c"]))
+    return made
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Environment variables with which the compilation fails."""
+    (tmp_path / "mypyc").mkdir()
+    (tmp_path / "mypyc" / "__init__.py").touch()
+    (tmp_path / "mypyc" / "build.py").write_text(MYPYC)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_what_cannot_be_compiled_is_installed_as_it_is(wheel, broken, tmp_path):
+    with zipfile.ZipFile(make_wheel(tmp_path, compile_it="", **broken)) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert files == {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
+def test_what_has_to_be_compiled_fails_if_it_cannot(broken, tmp_path):
+    with pytest.raises(RuntimeError, match=r"broken\.c"):
+        make_wheel(tmp_path, compile_it="1", **broken)
+
+
+def test_another_wish_is_refused_in_one_line(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^COMPILE_TPU_OFFLOAD=yes; expected 0, 1, or nothing\n$"):
+        make_wheel(tmp_path, compile_it="yes")

@@ -8,7 +8,7 @@ from tpu_offload.core.index import Pool, PoolBalance, PoolMove
 
 
 @final
-class DrawnBalance:
+class DrawnBalance(PoolBalance):
     """Moves what a trace asks for, and otherwise what the library's rule wants.
 
     Attributes:
@@ -17,6 +17,7 @@ class DrawnBalance:
     """
 
     def __init__(self, rule: PoolBalance) -> None:
+        super().__init__((1, 1), unit=1)
         self._rule = rule
         self.wanted: Pool | None = None
         self.is_even = False

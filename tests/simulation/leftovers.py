@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.compiled import state_of
+
 # Tables that are not empty at the end: of fixed size, or bounded by the memory that they describe.
 _BOUNDED = (
     "_context.index",  # slots and resident chunks; see `check_invariants`
@@ -67,9 +69,9 @@ def _is_ours(value: Any) -> bool:
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    if dataclasses.is_dataclass(owner):
-        return [(field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner)]
-    attributes = vars(owner).items() if hasattr(owner, "__dict__") else ()
+    if isinstance(getattr(type(owner), "__slots__", None), tuple) and not dataclasses.is_dataclass(owner):
+        return []  # a part of a table
+    attributes = state_of(owner).items()
     return [
         (name, value) for name, value in attributes if name != "_on_end"
     ]  # methods of objects that are visited elsewhere

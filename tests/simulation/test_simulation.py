@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.grids import few
 from tests.simulation import cli, shrink, trace
 from tests.simulation.groups import make_groups
@@ -246,6 +247,7 @@ def test_a_failing_trace_is_shrunk(bug):
     assert lines[1].startswith("1. ")
 
 
+@interpreted_only
 def test_a_violation_is_saved_and_replays(bug, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shrink, "minimal", functools.partial(shrink.minimal, num_runs=10))
     seed, _, _ = first_failing()

@@ -7,7 +7,7 @@ from tpu_offload.doctor.findings import Finding
 from tpu_offload.doctor.host import Host, check_host, has_tpu
 from tpu_offload.doctor.settings import read_settings
 from tpu_offload.doctor.tiers import check_tiers
-from tpu_offload.doctor.versions import check_known_faults, check_versions, installed_versions
+from tpu_offload.doctor.versions import check_compiled, check_known_faults, check_versions, installed_versions
 
 
 def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Iterator[Finding]:
@@ -19,6 +19,7 @@ def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Itera
     """
     installed = installed_versions()
     yield from check_versions(installed)
+    yield check_compiled()
     config, findings = read_settings(overrides)
     yield from findings
     yield from check_known_faults(installed, config)

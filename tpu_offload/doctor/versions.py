@@ -14,9 +14,10 @@ from packaging.version import InvalidVersion, Version
 from tpu_offload import __version__
 from tpu_offload.config import OffloadConfig
 from tpu_offload.doctor.findings import Finding, Findings, Level, error, ok, warning
+from tpu_offload.native import is_compiled
 
 _OTHER_NAMES = {"vllm-tpu": ("vllm",)}  # built from source for TPUs
-_CHECK, _FAULTS = "versions", "known faults"
+_CHECK, _FAULTS, _COMPILED = "versions", "known faults", "compiled modules"
 
 
 @final
@@ -151,6 +152,13 @@ def check_versions(installed: Mapping[str, str]) -> Findings:
             "install the same version of both",
         )
     yield ok(_CHECK, ", ".join(good))
+
+
+def check_compiled() -> Finding:
+    """Says whether the package was compiled when it was installed. It works without."""
+    if is_compiled():
+        return ok(_COMPILED, "yes")
+    return ok(_COMPILED, "no: a step takes twice the time of the scheduler (docs/deploy.md, Compiled modules)")
 
 
 def check_known_faults(installed: Mapping[str, str], config: OffloadConfig | None) -> Findings:

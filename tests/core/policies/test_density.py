@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.policies.density_model import SlowDensity
 from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tests.core.policies.traffic import Tier, chain, conversations
@@ -234,6 +235,7 @@ def test_chunks_that_hbm_serves_are_not_kept_for_it() -> None:
     assert hits_of_documents(is_known=True) > 1.05 * hits_of_documents(is_known=False)
 
 
+@interpreted_only
 def test_a_use_that_hbm_served_in_part_counts_for_the_rest(tier) -> None:
     prompt = chain("a", 20)
     tier.serve(prompt)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import LAYOUT, FakeEngine, FakeWorker, tokens
 from tests.core.policies import example
 from tpu_offload import ConfigError, OffloadConfig, OffloadScheduler, RequestLimits
@@ -16,6 +17,7 @@ from tpu_offload.core.policies import (
     LRUPolicy,
     PriorityPolicy,
     find_policy,
+    registry,
 )
 
 _number = itertools.count()
@@ -90,10 +92,16 @@ def test_a_module_is_imported_once(module, tmp_path):
         ("def P(): pass", "P", "P is <function P"),
         ("from tpu_offload import EvictionPolicy as P", "P", "Can't instantiate abstract class EvictionPolicy"),
         ("from tpu_offload.core.policies import PriorityPolicy as P", "P", "without arguments .TypeError: .*'make'"),
-        (
+        pytest.param(
             "from tpu_offload.core.policies import LRUPolicy\nclass P(LRUPolicy):\n  def __init__(self): 1 / 0",
             "P",
             "without arguments .ZeroDivisionError: division by zero",
+            marks=interpreted_only,
+        ),
+        (
+            "from tpu_offload import EvictionPolicy\nclass P(EvictionPolicy):\n  def clear(self): pass",
+            "P",
+            "without arguments .TypeError: Can't instantiate abstract class P .*became_leaf",
         ),
     ],
     ids=str,
@@ -105,6 +113,12 @@ def test_an_unsuitable_class_is_refused_in_one_line(module, source, wanted, erro
             make()
         assert str(caught.value).startswith(f"TPU_OFFLOAD_EVICTION_POLICY={name}: ")
         assert "\n" not in str(caught.value)
+
+
+@interpreted_only
+def test_all_abstract_methods_are_required():
+    """A compiled class that is abstract can be made, so they are listed."""
+    assert set(registry.REQUIRED) == EvictionPolicy.__abstractmethods__
 
 
 def test_an_unknown_name():

@@ -6,13 +6,16 @@ import random
 import pytest
 
 from tpu_offload.core.policies import runs
+from tpu_offload.core.policies.run_keys import RunKeys
 from tpu_offload.core.policies.runs import Run, RunQueues
+from tpu_offload.types import ChunkKey
 
 NUM_USES = (1.0, 2.0, 4.0)
 
 
 def make_run(num_chunks: int = 1) -> Run:
-    return Run([b"%d" % i for i in range(num_chunks)], depth=0, num_resident=num_chunks, use_id=0, origin=0)  # type: ignore[arg-type]
+    keys = RunKeys([ChunkKey(b"%d" % i) for i in range(num_chunks)])
+    return Run(keys, depth=0, num_resident=num_chunks, use_id=0, origin=0)
 
 
 def begin(queues: RunQueues, class_id: int, num_chunks: int = 1) -> Run:

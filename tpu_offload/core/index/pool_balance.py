@@ -29,6 +29,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
+from tpu_offload.native import mypyc_attr
+
 _MARGIN = 1.1  # by which ages must differ after a move
 _LEAST_EVICTED = 8  # entries in a window
 _PART = 0.5  # of the move that would make both pools even
@@ -79,7 +81,7 @@ class PoolMove(NamedTuple):
     num_segments: int
 
 
-@final
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PoolBalance:
     """Decides which pool gets memory next, and how much. Indices of all sequences are `Pool`.
 
@@ -87,12 +89,10 @@ class PoolBalance:
       segment_slots: slots in a segment of each pool.
       unit: segments for whose slots evictions and free slots are observed before any move.
       chunks_by_age: whether chunks are evicted by their age.
-    Attributes:
-      num_evicted: entries of both pools since the start.
     """
 
     def __init__(self, segment_slots: Sequence[int], *, unit: int, chunks_by_age: bool = True) -> None:
-        self.num_evicted = 0
+        self._num_evicted = 0
         self._chunks_by_age = chunks_by_age
         self._segment_slots = segment_slots
         self._unit = unit
@@ -102,9 +102,14 @@ class PoolBalance:
         self._num_chunks_seen = 0  # of those evicted in this window
         self._windows = _Window(), _Window()
 
+    @property
+    def num_evicted(self) -> int:
+        """Entries of both pools since the start."""
+        return self._num_evicted
+
     def note_evicted(self, pool: Pool, num_entries: int, age: int) -> None:
         """A pool was short of slots and evicted entries that were last used `age` requests ago."""
-        self.num_evicted += num_entries
+        self._num_evicted += num_entries
         window = self._windows[pool]
         window.num_evicted += num_entries
         window.sum_of_ages += num_entries * age

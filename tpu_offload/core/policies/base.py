@@ -5,6 +5,7 @@ from collections.abc import Collection, Container, Sequence
 from typing import ClassVar, final
 
 from tpu_offload.core.chunk_table import Entries
+from tpu_offload.native import mypyc_attr
 from tpu_offload.records import record
 from tpu_offload.types import ChunkKey
 
@@ -25,6 +26,7 @@ class Use:
     num_in_hbm: int = 0
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Residents(abc.ABC):
     """The resident chunks as a policy may see and evict them. The chunk index implements it."""
 
@@ -59,6 +61,7 @@ class Residents(abc.ABC):
         """
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionPolicy(abc.ABC):
     """Orders the resident chunks by how little they would be missed.
 

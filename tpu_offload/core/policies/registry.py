@@ -22,6 +22,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     EvictionPolicyName.WTINYLFU.value: WTinyLFUPolicy,
 }
 DEFAULT_POLICY = DEFAULT_EVICTION_POLICY.value
+REQUIRED = "insert", "touch", "remove", "became_leaf", "clear", "evict", "check_invariants"  # methods of a policy
 
 
 def find_policy(
@@ -73,6 +74,8 @@ def check_maker(make: Callable[[], object], *, what: str) -> None:
         )
     try:
         made, other = make(), make()
+        if isinstance(made, EvictionPolicy) and (missing := _abstract_methods(type(made))):
+            raise TypeError(f"Can't instantiate abstract class {type(made).__name__} without {', '.join(missing)}")
     except Exception as e:
         raise ConfigError(
             f"{what}: it cannot be constructed without arguments ({type(e).__name__}: {one_line(e)}); expected a class "
@@ -84,3 +87,8 @@ def check_maker(make: Callable[[], object], *, what: str) -> None:
         raise ConfigError(
             f"{what}: it returns the same {type(made).__name__} each time; expected a new one for each priority"
         )
+
+
+def _abstract_methods(cls: type[EvictionPolicy]) -> list[str]:
+    """Those that a policy lacks. Python does not let it be made; compiled (`tpu_offload.native`), nothing else does."""
+    return [name for name in REQUIRED if getattr(cls, name) is getattr(EvictionPolicy, name)]
