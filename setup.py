@@ -19,7 +19,7 @@ WANTED = os.environ.get("COMPILE_TPU_OFFLOAD", "")
 # with errors that say less.
 INTERPRETED = ("__init__.py", "engine_api.py", "validate.py")
 # jax and others are not there when pip builds the package.
-OPTIONS = ("--config-file=", "--ignore-missing-imports", "--follow-imports=silent")
+OPTIONS = ("--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--always-true=COMPILES")
 
 
 class Build(build_ext):

@@ -29,6 +29,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
 )
+from tpu_offload.core.index import PoolBalance
 
 BLOCK_SIZE = 1024
 KV_NBYTES = 15_728_640  # of a block
@@ -69,13 +70,14 @@ BALANCED = Traffic("balanced", num_prompts=600, num_blocks=STATE_BLOCKS)
 PHASES = (CONVERSATIONS, DOCUMENTS, CONVERSATIONS)
 
 
-class _Never:
+class _Never(PoolBalance):
     """In place of the rule: moves nothing."""
 
-    num_evicted = 0
+    def __init__(self) -> None:
+        super().__init__((1, 1), unit=1)
 
     def choose(self, **_: Any) -> None:
-        return None
+        """Nothing."""
 
 
 class Server:

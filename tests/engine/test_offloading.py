@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.engine.helpers import (
     SMALL_ENGINE,
     TINY,
@@ -187,6 +188,7 @@ def test_decode_save_saves_every_block_that_was_computed(prefix_caching):
     engine.close()
 
 
+@interpreted_only
 @pytest.mark.parametrize("decode_save", [False, True])
 def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
     config = dataclasses.replace(SMALL_ENGINE, num_blocks=40, max_num_batched_tokens=6)
@@ -267,6 +269,7 @@ def test_a_partly_failed_load_recomputes_only_the_rest():
     engine.close()
 
 
+@interpreted_only
 def test_closing_an_engine_with_copies_in_flight_does_not_affect_the_next_one():
     expected = tokens_of(serve(Engine(TINY, SMALL_ENGINE), [make_request("a", random_tokens(1, 60))]))
     for num_steps in range(2):

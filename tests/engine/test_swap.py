@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
 from tpu_offload import OffloadConfig, StepReport
@@ -351,6 +352,7 @@ def test_forced_recompute_swaps_nothing(answers):
     assert stats.swap_pool_blocks == 0  # no memory is allocated
 
 
+@interpreted_only
 def test_the_choice_is_made_from_measured_rates():
     """A fast measured prefill turns swapping off, a slow one turns it on."""
     for seconds, swaps in ((1e-9, False), (1e3, True)):

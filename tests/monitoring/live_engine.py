@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tests.inside import one_worker, tier_group
-from tpu_offload import FinishedTransfer, OffloadConfig, StatsCollector
+from tpu_offload import FinishedTransfer, OffloadConfig, OffloadScheduler, StatsCollector, StepReport, Update
 from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.metrics import LOAD_DURATION, METRICS, PREFIX, SAVE_DURATION, SWAP_FIELDS, VLLM_PREFIX, HistogramSpec
 from tpu_offload.monitoring.expressions import VLLM_SERIES
@@ -103,6 +103,26 @@ class OwnSeries:
         self._usage.set(usage)
 
 
+class _Tapped:
+    """A scheduler whose transfers are observed."""
+
+    def __init__(self, scheduler: OffloadScheduler, series: OwnSeries) -> None:
+        self._scheduler, self._series = scheduler, series
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def apply(self, report: StepReport) -> Update:
+        return self._observed(self._scheduler.apply(report))
+
+    def take_update(self) -> Update:
+        return self._observed(self._scheduler.take_update())
+
+    def _observed(self, update: Update) -> Update:
+        self._series.observe_transfers(update.transfers)
+        return update
+
+
 @final
 class LiveEngine:
     """An engine with a small HBM and host tier, files and request swap, which serves the same prompts in turn.
@@ -138,17 +158,8 @@ class LiveEngine:
         return self.engine.offload_stats()
 
     def _tap_transfers(self) -> None:
-        scheduler = self.engine._offload._scheduler
-
-        def tapped(real):
-            def call(*args):
-                update = real(*args)
-                self.series.observe_transfers(update.transfers)
-                return update
-
-            return call
-
-        scheduler.apply, scheduler.take_update = tapped(scheduler.apply), tapped(scheduler.take_update)
+        offload = self.engine._offload
+        offload._scheduler = _Tapped(offload._scheduler, self.series)
 
     def serve_round(self) -> None:
         """Serves known prompts and new ones, more at once than HBM holds."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.storage.checkpoint_lives import (
@@ -417,6 +418,7 @@ def test_nothing_is_begun_while_all_reads_are_suspended(num_rows):
     assert (found.state, found.junction_tokens, plans) == (MatchState.MISS, 0, [])
 
 
+@interpreted_only
 def test_pieces_are_looked_up_once_however_many_boundaries_lack_one(monkeypatch):
     """The last piece of a long window was evicted, so 99 boundaries behind it look like those of a checkpoint."""
     num_groups, num_chunks = 2, 100

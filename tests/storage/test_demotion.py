@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
 from tpu_offload.types import JobKind
@@ -209,6 +210,7 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     engine.check_storage([A, B, C])
 
 
+@interpreted_only
 def test_a_plan_that_raises_keeps_what_is_to_be_demoted_for_the_next():
     engine = make(num_host_chunks=8)
     for tokens in (A, B, C):

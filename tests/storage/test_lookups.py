@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import SharedEngine, StorageEngine, prompt
 from tests.storage.lives import live_shared
@@ -537,6 +538,7 @@ def test_a_plan_and_its_answer_are_pickled(engine):
     assert dataclasses.replace(job, job_id=7).prefixes == job.prefixes
 
 
+@interpreted_only
 def test_a_policy_that_fails_the_plan_takes_back_the_look_up(engine, monkeypatch):
     engine.match("a", A)
     plan = engine.scheduler._storage.plan

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage import hard_lives
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
@@ -553,6 +554,7 @@ def test_a_kind_that_keeps_failing_is_suspended_and_tried_again(kind):
     assert engine.scheduler.stats().num_open_breakers == 0
 
 
+@interpreted_only
 def test_a_plan_that_raises_leaves_nothing_behind():
     engine = away()
     engine.match("a", A)
@@ -646,6 +648,7 @@ def test_late_results_change_nothing():
     assert after.promoted_chunks == before.promoted_chunks
 
 
+@interpreted_only
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
     """No job would ever write those chunks, and lookups would wait for them."""
@@ -675,6 +678,7 @@ def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
     scheduler.check_invariants()
 
 
+@interpreted_only
 def test_a_match_whose_eviction_policy_raises_promises_nothing():
     engine = away(num_host_chunks=8)
     shared = [*A[: 2 * BLOCK_SIZE], *prompt(5)]

@@ -7,7 +7,7 @@ that the host tier lacks. Most of that would be evicted next: HBM too evicts the
 """
 
 import copy
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.block_tables import Ids, read_hashes, read_ids
 from tpu_offload.core.context import TierContext
@@ -103,9 +103,10 @@ class EarlySaves:
     @staticmethod
     def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: RequestState) -> list[int]:
         """The last blocks of a prefix that a layer group has in HBM, in reverse order."""
-        block_ids: list[int] = []
+        block_ids: list[Any] = []
+        block_of: Any = prefix.block_of  # the engine's, validated below
         for block_hash in reversed(hashes):
-            block_id = prefix.block_of(group_id, block_hash)
+            block_id = block_of(group_id, block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)

@@ -63,6 +63,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger, TierStats
+from tpu_offload.native import Given
 from tpu_offload.types import BlockHash, CacheEpoch, JobKind, StepPlan, StepReport
 
 _NO_UPDATE = Update()
@@ -142,13 +143,13 @@ class OffloadScheduler:
 
     def match(
         self,
-        request_id: str,
-        block_hashes: Sequence[BlockHash],
+        request_id: Given[str],
+        block_hashes: Given[Sequence[BlockHash]],
         *,
-        num_tokens: int,
-        num_computed_tokens: int,
-        limits: RequestLimits | None = None,
-        can_wait: bool = True,
+        num_tokens: Given[int],
+        num_computed_tokens: Given[int],
+        limits: Given[RequestLimits | None] = None,
+        can_wait: Given[bool] = True,
     ) -> Match:
         """Looks up how much of a request the host tier can load, and promises it.
 
@@ -205,7 +206,7 @@ class OffloadScheduler:
             self._storage.look_up(request)
         return self._loads.answer(request, num_found, storage=self._storage)
 
-    def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
+    def num_cached_tokens(self, block_hashes: Given[Sequence[BlockHash]], *, num_tokens: Given[int]) -> int:
         """Tokens at the beginning of a prompt that could be loaded, now or once they have been read from storage.
 
         For a router: promises and changes nothing. Of shared tiers only what is known without asking.
@@ -224,7 +225,7 @@ class OffloadScheduler:
         num_found = self._loads.num_cached_tokens(request, block_hashes, num_tokens=num_tokens)
         return max(num_found, min(self._storage.num_reachable_tokens(request), num_tokens - 1))
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: Given[str]) -> None:
         """Releases what `match` promised; does nothing without a promise."""
         check_request(request_id)
         request = self._requests.get(request_id)
@@ -232,7 +233,9 @@ class OffloadScheduler:
             self._loads.release(request)
             request.num_cut_load_blocks = 0  # it will be matched again
 
-    def admit(self, request_id: str, block_tables: Sequence[Sequence[int]], *, num_loaded_tokens: int) -> None:
+    def admit(
+        self, request_id: Given[str], block_tables: Given[Sequence[Sequence[int]]], *, num_loaded_tokens: Given[int]
+    ) -> None:
         """The engine granted blocks. With `num_loaded_tokens` the request now waits for its load.
 
         A request that was never matched is admitted too, with 0 tokens: from then on a `reset` invalidates the KV in
@@ -278,7 +281,7 @@ class OffloadScheduler:
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
 
-    def evict(self, prefix: CachedPrefix) -> None:
+    def evict(self, prefix: Given[CachedPrefix]) -> None:
         """The engine is about to evict blocks of its prefix cache. Costs nothing unless blocks are saved then.
 
         Called between two plans, before the blocks are granted to another request. The coming plan saves the part of
@@ -294,7 +297,7 @@ class OffloadScheduler:
             request.limit(self._requests.within_defaults(prefix.limits))
             self._saves.early.evict(prefix, request)
 
-    def mark_caches_lost(self, epoch: CacheEpoch | None = None) -> None:
+    def mark_caches_lost(self, epoch: Given[CacheEpoch | None] = None) -> None:
         """All KV in HBM is gone, as the engine knows before a report says so.
 
         The engine has to preempt every request that holds blocks, without `held`. Until then none of those blocks is
@@ -316,7 +319,7 @@ class OffloadScheduler:
         self._transfers.mark_caches_lost()
         self._swap.mark_caches_lost()
 
-    def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
+    def preempt(self, request_id: Given[str], *, held: Given[ScheduledRequest | None] = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
 
         Args:
@@ -342,7 +345,7 @@ class OffloadScheduler:
             request = self._requests[request_id] = self._requests.new(request_id)
             request.can_save = former is None or former.can_save
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: Given[str]) -> None:
         """A request ended, in whatever state, swapped out included. Unknown requests are fine."""
         check_request(request_id)
         if (request := self._requests.get(request_id)) is not None:
@@ -375,7 +378,7 @@ class OffloadScheduler:
 
     # Once a step.
 
-    def plan_step(self, changed: Iterable[ScheduledRequest] = ()) -> StepPlan:
+    def plan_step(self, changed: Given[Iterable[ScheduledRequest]] = ()) -> StepPlan:
         """Plans the copies of the coming step. O(requests named + requests that wait for room).
 
         Args:
@@ -417,7 +420,7 @@ class OffloadScheduler:
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
 
-    def apply(self, report: StepReport) -> Update:
+    def apply(self, report: Given[StepReport]) -> Update:
         """Applies one worker's report.
 
         An invalid report is ignored and counted. Results that match no job in flight (late, duplicate, unknown) are

@@ -36,6 +36,7 @@ from tpu_offload.core.validate import check_request, read_request_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
 from tpu_offload.metrics import OffloadStats
+from tpu_offload.native import Given
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind, JobState
 
 
@@ -69,7 +70,7 @@ class RequestSwap:
 
     # Engine events.
 
-    def observe_prefill(self, num_tokens: int, seconds: float, num_attended: float = 0.0) -> None:
+    def observe_prefill(self, num_tokens: Given[int], seconds: Given[float], num_attended: Given[float] = 0.0) -> None:
         """Reports the speed of prefill, for the choices between recompute and a swap, or a load.
 
         Args:
@@ -88,11 +89,11 @@ class RequestSwap:
 
     def swap_out(
         self,
-        request_id: str,
-        block_tables: Sequence[Sequence[int]],
-        block_hashes: Sequence[BlockHash] = (),
+        request_id: Given[str],
+        block_tables: Given[Sequence[Sequence[int]]],
+        block_hashes: Given[Sequence[BlockHash]] = (),
         *,
-        num_computed_tokens: int,
+        num_computed_tokens: Given[int],
     ) -> bool:
         """Swaps a running request out: all of its KV or nothing.
 
@@ -161,13 +162,13 @@ class RequestSwap:
             swapped.writers.add(job.job_id)
         self._stats.count_swap_out(request_id, num_skipped=len(placement.tier_blocks) + len(shared))
 
-    def can_swap_in(self, request_id: str) -> bool:
+    def can_swap_in(self, request_id: Given[str]) -> bool:
         """Whether `swap_in` may be called: the request is swapped out. Its copy out may still be in flight."""
         check_request(request_id)
         swapped = self._swapped.get(request_id)
         return swapped is not None and swapped.state is SwapState.OUT
 
-    def num_blocks(self, request_id: str) -> tuple[int, ...]:
+    def num_blocks(self, request_id: Given[str]) -> tuple[int, ...]:
         """Per layer group, the number of blocks that a swapped-out request needs to be swapped in.
 
         Raises:
@@ -175,7 +176,13 @@ class RequestSwap:
         """
         return self._get(request_id).num_blocks
 
-    def swap_in(self, request_id: str, block_tables: Sequence[Sequence[int]], *, present: Collection[int] = ()) -> bool:
+    def swap_in(
+        self,
+        request_id: Given[str],
+        block_tables: Given[Sequence[Sequence[int]]],
+        *,
+        present: Given[Collection[int]] = (),
+    ) -> bool:
         """Starts to copy a request back, into blocks that the engine has granted.
 
         Args:
@@ -201,7 +208,7 @@ class RequestSwap:
         swapped.state = SwapState.RETURNING
         return not self._finish_swap_in(swapped)
 
-    def abort_swap_in(self, request_id: str) -> None:
+    def abort_swap_in(self, request_id: Given[str]) -> None:
         """Aborts a swap-in: the engine may take the blocks away, and the request is swapped out as before.
 
         If its KV was lost meanwhile, the next update reports that.
