@@ -2,8 +2,8 @@
 
 Compiled, a module takes half of the time and does the same, with these differences:
 
-- Arguments and attributes are checked against their annotations (TypeError). What an engine gives is `Given`, so that
-  it reaches our validation, which accepts integers of numpy and says more about what is wrong.
+- Arguments and attributes are checked against their annotations (TypeError). What an engine gives is `Given`, except
+  sequences, which are not checked, so that it reaches our validation: that accepts integers of numpy and says more.
 - Its classes have no `__dict__`. Nothing can be set on them that they do not declare, neither can methods be replaced.
 - They cannot be derived from in Python, unless they are `@mypyc_attr(allow_interpreted_subclasses=True)`.
 """

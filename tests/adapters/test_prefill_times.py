@@ -3,10 +3,11 @@
 import pytest
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
+from tests.compiled import interpreted_only
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, interpreted_only]
 
 TOKEN_S, ATTENDED_S = 0.001, 0.000_01
 

@@ -8,9 +8,12 @@ import sys
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.simulation.campaign import run_seeds
 from tests.simulation.mutations import MUTATIONS, Mutation, apply, caught, unchanged
 from tests.simulation.test_campaign import NUM_STEPS, SEEDS
+
+pytestmark = interpreted_only  # it exchanges the code of functions
 
 MOST_SEEDS = 200  # tried if the recorded seed no longer finds a bug
 assert len(SEEDS) >= MOST_SEEDS

@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.simulation.mutations import Mutation, planted
 from tests.storage import hard_lives
 from tests.storage.checkpoint_lives import CheckpointLife
 from tests.storage.lives import live, live_shared
+
+pytestmark = interpreted_only  # it exchanges the code of functions
 
 _NUM_SEEDS = 60
 

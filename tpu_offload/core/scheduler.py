@@ -144,7 +144,7 @@ class OffloadScheduler:
     def match(
         self,
         request_id: Given[str],
-        block_hashes: Given[Sequence[BlockHash]],
+        block_hashes: Sequence[BlockHash],
         *,
         num_tokens: Given[int],
         num_computed_tokens: Given[int],
@@ -206,7 +206,7 @@ class OffloadScheduler:
             self._storage.look_up(request)
         return self._loads.answer(request, num_found, storage=self._storage)
 
-    def num_cached_tokens(self, block_hashes: Given[Sequence[BlockHash]], *, num_tokens: Given[int]) -> int:
+    def num_cached_tokens(self, block_hashes: Sequence[BlockHash], *, num_tokens: Given[int]) -> int:
         """Tokens at the beginning of a prompt that could be loaded, now or once they have been read from storage.
 
         For a router: promises and changes nothing. Of shared tiers only what is known without asking.
@@ -234,7 +234,7 @@ class OffloadScheduler:
             request.num_cut_load_blocks = 0  # it will be matched again
 
     def admit(
-        self, request_id: Given[str], block_tables: Given[Sequence[Sequence[int]]], *, num_loaded_tokens: Given[int]
+        self, request_id: Given[str], block_tables: Sequence[Sequence[int]], *, num_loaded_tokens: Given[int]
     ) -> None:
         """The engine granted blocks. With `num_loaded_tokens` the request now waits for its load.
 
@@ -378,7 +378,7 @@ class OffloadScheduler:
 
     # Once a step.
 
-    def plan_step(self, changed: Given[Iterable[ScheduledRequest]] = ()) -> StepPlan:
+    def plan_step(self, changed: Iterable[ScheduledRequest] = ()) -> StepPlan:
         """Plans the copies of the coming step. O(requests named + requests that wait for room).
 
         Args:

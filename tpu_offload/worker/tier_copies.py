@@ -91,6 +91,7 @@ class TierCopies:
         self._num_ranks = layout.num_ranks
         # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, whosever it is.
         self._pool_of = layout.first_with_arrays
+        self._groups_share_pools = any(first != group_id for group_id, first in enumerate(self._pool_of))
         staging_blocks = config.staging_blocks(layout)
         self._staging = StagingUsage(
             staging_blocks,
@@ -255,7 +256,7 @@ class TierCopies:
                 _logger.warning("job %d is in flight already; the duplicate is ignored", job.job_id)
                 continue
             error = self._job_error(job)
-            if not error:
+            if not error and self._groups_share_pools:
                 job = self._in_pools(job)
                 error = job_error(job)  # a block of two groups
             parts = () if error else job.parts

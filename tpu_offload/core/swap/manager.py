@@ -90,8 +90,8 @@ class RequestSwap:
     def swap_out(
         self,
         request_id: Given[str],
-        block_tables: Given[Sequence[Sequence[int]]],
-        block_hashes: Given[Sequence[BlockHash]] = (),
+        block_tables: Sequence[Sequence[int]],
+        block_hashes: Sequence[BlockHash] = (),
         *,
         num_computed_tokens: Given[int],
     ) -> bool:
@@ -177,11 +177,7 @@ class RequestSwap:
         return self._get(request_id).num_blocks
 
     def swap_in(
-        self,
-        request_id: Given[str],
-        block_tables: Given[Sequence[Sequence[int]]],
-        *,
-        present: Given[Collection[int]] = (),
+        self, request_id: Given[str], block_tables: Sequence[Sequence[int]], *, present: Collection[int] = ()
     ) -> bool:
         """Starts to copy a request back, into blocks that the engine has granted.
 
@@ -371,7 +367,7 @@ class RequestSwap:
         request = self._requests.get(request_id)
         return request is None or request.can_save
 
-    def _get(self, request_id: str) -> SwappedRequest:
+    def _get(self, request_id: Given[str]) -> SwappedRequest:
         check_request(request_id)
         swapped = self._swapped.get(request_id)
         if swapped is None:
