@@ -9,7 +9,6 @@ import pytest
 import tpu_offload
 from tests.core.fakes import LAYOUT
 from tpu_offload import MatchState, OffloadConfig, OffloadScheduler
-from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.native import is_compiled
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="the package is interpreted")
@@ -29,7 +28,7 @@ def test_a_module_is_compiled_unless_it_validates(path):
 
 def test_a_method_of_a_compiled_object_cannot_be_replaced():
     with pytest.raises(AttributeError, match="read-only"):
-        LRUPolicy().evict = None  # type: ignore[assignment]
+        OffloadScheduler(OffloadConfig.create(), LAYOUT).match = None  # type: ignore[assignment]
 
 
 def test_integers_of_numpy_are_accepted_as_ever():
