@@ -43,6 +43,7 @@ from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.offers import ActiveRequest, Offers
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
+from tpu_offload.adapters.vllm.received_loads import ReceivedLoads
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
 from tpu_offload.adapters.vllm.step_clock import StepClock
@@ -157,6 +158,8 @@ class SchedulerSide:
         sync_loads = bool(self._config.sync_load)
         self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, sync_loads=sync_loads)
         self._tainted = TaintedRequests(kv_cache_manager, block_size=self._block_size, state_groups=self._state_groups)
+        active = self._active.values()
+        self._received = ReceivedLoads(kv_cache_manager, holding=lambda: [entry.request for entry in active])
         if self._has_ranks and self._config.patch_runner:
             count_host_tokens_in_routing(kv_cache_manager, self._num_host_tokens)
 
@@ -242,6 +245,7 @@ class SchedulerSide:
         if request_id not in self._tainted and (self._offload is not None or not self._limits.get(request_id)):
             self._offers.add(entry)
         self._rollback.admit(request_id)
+        self._received.discard(request_id)
         self._promised.discard(request_id)
         self._failed_loads.discard(request_id)
         self._to_requeue.discard(request_id)
@@ -252,10 +256,11 @@ class SchedulerSide:
 
     def take_awaited(self, request_ids: set[str]) -> set[str]:
         """Those of the requests whose loads have ended that are this scheduler's: each rank is told of all."""
-        if not self._has_ranks:
-            return request_ids
-        own = request_ids & self._awaited
-        self._awaited -= own
+        own = request_ids
+        if self._has_ranks:
+            own = request_ids & self._awaited
+            self._awaited -= own
+        self._received.add(own & self._active.keys())
         return own
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
@@ -485,6 +490,7 @@ class SchedulerSide:
     def _deactivate(self, request_id: str) -> bool:
         """Removes a request that holds no blocks any more. Returns whether it was active."""
         self._offers.remove(request_id)
+        self._received.discard(request_id)
         return self._active.pop(request_id, None) is not None
 
     def _make_scheduler(self) -> OffloadScheduler:
