@@ -69,6 +69,19 @@ class RankedSteps(llm_runs.EngineRun):
         while engine.has_unfinished_requests():
             engine.step()
 
+    def drive_and_pause(self, prompts: list[list[int]], after: int, **sampling: Any) -> dict[str, Any]:
+        """Pauses after some steps, clears all caches, as for new weights, and goes on."""
+        engine, tokens = self._llm.llm_engine, dict[str, list[int]]()
+        ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
+        for number in range(llm_runs._STEP_LIMIT):
+            if number == after:
+                self._core.pause_scheduler("keep", clear_cache=True)
+                self._core.resume_scheduler()
+            tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        return {"tokens": [tokens[name] for name in ids]}
+
 
 class RankedRun(RankedSteps):
     """One engine."""

@@ -238,6 +238,19 @@ def test_aborted_requests_and_resets_leave_nothing_behind(ranked):
     check_end(outcome)
 
 
+def test_a_pause_that_clears_the_cache_while_requests_wait_for_loads(ranked):
+    """An error in one rank would leave the answers of the others unread, and end the engine."""
+    prompts = [tokens(f"document {i}", 90) for i in range(6)]
+    both = {"do": "generate", "prompts": prompts}
+    paused = {"do": "drive_and_pause", "prompts": prompts, "after": 1}
+    spec = {"model": MODEL, "engine": MANY, "connector": ours()}
+    outcome = ranked.run(spec | {"steps": [both, {"do": "drain"}, {"do": "reset_hbm"}, paused]})
+    first, second = answers(outcome)
+    assert first == second
+    assert min(stats(outcome, "loaded_blocks")) > 0
+    check_end(outcome)
+
+
 LATENT = {"tensor_parallel_size": 2, "max_model_len": 512, "num_gpu_blocks_override": 16}
 # By the layout of tpu-inference's pages, the size of a block: both layers, with latents of 64 padded to 128 elements
 # and rotary keys of 32 padded to 128 in the packed layout only.

@@ -9,8 +9,9 @@ from vllm.lora.request import LoRARequest
 
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
-from tests.adapters.scheduler_stack import SMALL, Stack, prompt
-from tests.storage.memory_tier import SHARED, SharedTier
+from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
+from tests.storage.memory_tier import FAULTY, SHARED, SharedTier
+from tpu_offload.adapters.vllm import scheduler_side
 
 pytestmark = pytest.mark.vllm
 
@@ -163,5 +164,22 @@ def test_requests_wait_no_longer_than_they_may(servers):
     assert request.is_finished()
     gate.set()
     stack.drain()
+    stack.check_end()
+    stack.close()
+
+
+def test_an_engine_does_not_go_on_with_steps_for_a_disk_that_hangs(monkeypatch):
+    """A pause, which waits until there is nothing to do, would take several job timeouts."""
+    monkeypatch.setattr(scheduler_side, "_MAX_SILENT_S", 0.2)
+    storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
+    stack = make_stack(**storage, num_blocks=24)
+    tier = stack.workers[0]._storage.tiers[0]._io.tier
+    tier.gates["write"] = gate = threading.Event()
+    stack.serve("a", prompt(80, seed=20))
+    assert stack.side.has_jobs
+    gate.set()
+    stack.serve("b", prompt(20, seed=3))
+    assert not stack.side.has_jobs
+    assert stack.offload.stats().num_stored_chunks >= 10
     stack.check_end()
     stack.close()

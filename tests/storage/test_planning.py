@@ -414,6 +414,23 @@ def test_a_read_that_hangs_holds_nothing_of_other_jobs():
     assert report() == 0
 
 
+def test_reads_that_hang_take_no_more_than_half_of_the_host_tier():
+    engine = StorageEngine(job_timeout_s=10.0, num_host_chunks=8, num_storage_chunks=64, breaker_failures=0)
+    for number in range(8):
+        engine.fill(prompt(number))
+    for number in range(4):
+        engine.match(f"r{number}", prompt(number))
+        engine.step()
+        engine.clock.now_s += 10.0
+        engine.step()
+        assert engine.scheduler.stats().num_quarantined_chunks <= 4
+        engine.scheduler.check_invariants()
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert engine.scheduler.stats().num_quarantined_chunks == 0
+    assert engine.match("x", prompt(3)).state is ARRIVING, "the tier answers again"
+    engine.rest()
+
+
 def test_a_late_cascade_lets_go_of_its_chunks_and_is_not_kept():
     engine = StorageEngine(job_timeout_s=10.0)
     engine.serve("a", A)

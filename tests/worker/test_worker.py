@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from tests.worker.engine import (
     split_path,
 )
 from tpu_offload.config import OffloadConfig
-from tpu_offload.errors import LayoutError
+from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
@@ -186,6 +187,17 @@ def test_caches_of_another_layout_are_refused():
     other = random_caches(engine.rng, dtype="float32")
     with pytest.raises(LayoutError, match="float32"):
         OffloadWorker(OffloadConfig.create(), engine.layout, other)
+
+
+def test_other_arguments_are_refused_in_one_line():
+    engine, config = Engine(), OffloadConfig.create()
+    other: Any = None
+    with pytest.raises(ConfigError, match="got a NoneType; expected the OffloadConfig"):
+        OffloadWorker(other, engine.layout, engine.caches)
+    with pytest.raises(ConfigError, match="got a NoneType; expected the KVLayout"):
+        OffloadWorker(config, other, engine.caches)
+    with pytest.raises(LayoutError, match="KV caches are a NoneType; expected a list with one array per layer"):
+        OffloadWorker(config, engine.layout, other)
 
 
 @pytest.mark.parametrize("skip", [False, True])

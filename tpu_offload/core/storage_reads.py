@@ -157,20 +157,22 @@ class StorageReads:
         return self._index.num_slots // (2 * self._num_tiers)
 
     @property
+    def _slots_left(self) -> int:
+        """Slots that further promotions may take; one that timed out has its slots until its reads have ended."""
+        num_late = sum([self._num_chunk_slots(job.slots) for job in self._jobs.late()])
+        return self._max_slots - self._num_slots - num_late
+
+    @property
     def room(self) -> int:
         """Chunks that a promotion may read now, by the share of the host tier and what may be in flight."""
         if not self.are_admitted:
             return 0
-        room = max(0, min(MAX_PROMOTIONS, self._records.room_in_flight, self._max_slots - self._num_slots))
+        room = max(0, min(MAX_PROMOTIONS, self._records.room_in_flight, self._slots_left))
         return room if self._breaker.closed else min(room, 1)
 
     def has_room_for(self, num_records: int, num_slots: int) -> bool:
         """Whether so many records may be read now, into so many slots of chunks. A checkpoint is read as a whole."""
-        return (
-            self.are_admitted
-            and num_records <= self._records.room_in_flight
-            and num_slots <= self._max_slots - self._num_slots
-        )
+        return self.are_admitted and num_records <= self._records.room_in_flight and num_slots <= self._slots_left
 
     def may_fit(self, num_records: int, num_slots: int) -> bool:
         """Likewise, if nothing else is read, however much is written."""

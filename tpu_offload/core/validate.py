@@ -27,9 +27,7 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
       LayoutError: the host tier is on and does not support the layout.
       ConfigError: a setting does not support its sliding-window groups, states or pipeline stages.
     """
-    for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
-        if not isinstance(given, kind):
-            raise ConfigError(f"got a {type(given).__name__}; expected the {kind.__name__}")
+    check_kinds(config, layout)
     count = as_count(num_workers, least=1)
     if count is None:
         raise ConfigError(f"num_workers={one_line(num_workers)}; expected at least 1")
@@ -44,6 +42,13 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
         if layout.window_groups or layout.state_group is not None:
             _check_checkpoints(config)
     return count
+
+
+def check_kinds(config: Any, layout: Any) -> None:
+    """Raises ConfigError unless these are settings and a layout."""
+    for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
+        if not isinstance(given, kind):
+            raise ConfigError(f"got a {type(given).__name__}; expected the {kind.__name__}")
 
 
 def _check_checkpoints(config: OffloadConfig) -> None:

@@ -18,7 +18,8 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
     """Raises LayoutError unless the layout describes these caches."""
     states = layout.state_group.layer_ids if layout.state_group is not None else ()
     groups = [(group.window, group.layer_ids) for group in layout.groups if group is not layout.state_group]
-    if {i for group in layout.groups for i in group.layer_ids} != set(range(len(kv_caches))):
+    num_caches = len(kv_caches) if isinstance(kv_caches, Sequence) else 0  # else `from_caches` says so
+    if {i for group in layout.groups for i in group.layer_ids} != set(range(num_caches)):
         groups, states = [], ()  # they differ in any case
     found = KVLayout.from_caches(
         kv_caches,

@@ -31,6 +31,7 @@ from typing import Any, final
 import jax
 
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.validate import check_kinds
 from tpu_offload.errors import CachesLostError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
@@ -98,6 +99,7 @@ class OffloadWorker:
     ) -> None:
         worker_id = check_count("worker_id", worker_id)
         incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation)
+        check_kinds(config, layout)
         check_caches(layout, kv_caches)
         self._timeout_s = config.job_timeout_s
         self._jobs = WorkerJobs(clock)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tpu_offload import Candidate, choose_victims
+from tpu_offload import Candidate, RequestError, choose_victims
 
 
 def candidate(name, blocks, need=0):
@@ -49,6 +49,20 @@ def test_every_layer_group_must_be_satisfied():
     ]
     assert choose_victims(requests, num_free=[7, 0]) == ("c",)
     assert choose_victims([requests[0], requests[2], requests[1]], num_free=[7, 0]) == ("b", "c")
+
+
+@pytest.mark.parametrize(
+    ("candidates", "num_free", "message"),
+    [
+        ([], 0, "the free blocks are 0; expected an iterable of numbers, one a layer group"),
+        ([], [-1], "free blocks=-1; expected an integer from 0 on"),
+        (None, [0], "the candidates are None; expected an iterable of Candidates"),
+        (["a"], [0], "a candidate is 'a'; expected a Candidate"),
+    ],
+)
+def test_misuse_is_one_line(candidates, num_free, message):
+    with pytest.raises(RequestError, match=message):
+        choose_victims(candidates, num_free=num_free)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -12,7 +12,7 @@ vLLM's calls and the library's:
     build_connector_meta            preempt or release what was not admitted, plan_step, take_update
     update_connector_output         apply; rollback of requests with invalid blocks; failed loads by request
     request_finished (_all_groups)  finish
-    has_pending_push_work           has_jobs: vLLM goes on with steps until copies have ended
+    has_pending_push_work           has_jobs: vLLM goes on with steps until copies have ended, or hang
     reset_cache, take_events        reset, take_events
     get_kv_connector_stats          stats
 
@@ -194,8 +194,8 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether copies are in flight: an idle engine keeps stepping until they are reported."""
-        return self._scheduler is not None and self._scheduler.has_jobs
+        """Whether copies are in flight: an idle engine keeps stepping until they are reported, or hang."""
+        return self._scheduler is not None and self._scheduler.needs_steps
 
     def get_finished_count(self) -> int:
         """The number of workers that must report a load before vLLM considers it finished."""

@@ -43,6 +43,7 @@ from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessages
 from tpu_offload.adapters.vllm.offers import ActiveRequest, Offers
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.ranks import count_host_tokens_in_routing
+from tpu_offload.adapters.vllm.received_loads import ReceivedLoads
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, tier_counts
 from tpu_offload.adapters.vllm.step_clock import StepClock
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_MAX_SILENT_S = 10.0  # without a result, an engine that computes nothing goes on with steps for so long
 _MAX_STEPS_WITHOUT_LAYOUT = 16  # in which requests wait; with pipeline stages the first report comes some steps later
 
 
@@ -101,8 +103,7 @@ class SchedulerSide:
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
         self._block_size, self._num_groups = block_size, len(group_order)
-        self._state_groups = state_groups
-        self._event_groups = event_groups
+        self._state_groups, self._event_groups = state_groups, event_groups
         self._event_sources = BlockSources() if record_events else None
         self._hashes = LoRAHashes(enabled=config.has_storage)
         self._offers = Offers(
@@ -141,6 +142,7 @@ class SchedulerSide:
         self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
         self._last_tier_stats: tuple[TierStats, ...] = ()
         self._transfers: list[FinishedTransfer] = []
+        self._silent_since_s: float | None = None  # the later of the last result and the last step that computed
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """Takes vLLM's KV cache manager, before the first step.
@@ -157,6 +159,8 @@ class SchedulerSide:
         sync_loads = bool(self._config.sync_load)
         self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, sync_loads=sync_loads)
         self._tainted = TaintedRequests(kv_cache_manager, block_size=self._block_size, state_groups=self._state_groups)
+        active = self._active.values()
+        self._received = ReceivedLoads(kv_cache_manager, holding=lambda: [entry.request for entry in active])
         if self._has_ranks and self._config.patch_runner:
             count_host_tokens_in_routing(kv_cache_manager, self._num_host_tokens)
 
@@ -242,6 +246,7 @@ class SchedulerSide:
         if request_id not in self._tainted and (self._offload is not None or not self._limits.get(request_id)):
             self._offers.add(entry)
         self._rollback.admit(request_id)
+        self._received.discard(request_id)
         self._promised.discard(request_id)
         self._failed_loads.discard(request_id)
         self._to_requeue.discard(request_id)
@@ -252,15 +257,18 @@ class SchedulerSide:
 
     def take_awaited(self, request_ids: set[str]) -> set[str]:
         """Those of the requests whose loads have ended that are this scheduler's: each rank is told of all."""
-        if not self._has_ranks:
-            return request_ids
-        own = request_ids & self._awaited
-        self._awaited -= own
+        own = request_ids
+        if self._has_ranks:
+            own = request_ids & self._awaited
+            self._awaited -= own
+        self._received.add(own & self._active.keys())
         return own
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: returns the plan for the step that it scheduled."""
         idle = not (output.total_num_scheduled_tokens or self._computes_elsewhere())
+        if not idle or self._silent_since_s is None:
+            self._silent_since_s = self._clock()
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         admitted, self._admitted = self._admitted, set()
         for request_id in preempted:
@@ -349,6 +357,8 @@ class SchedulerSide:
         self._computed_on_invalid |= message.computed_on_invalid
         reports = [*self._early_reports, *message.reports]
         self._early_reports.clear()
+        if any(report.results for report in reports):
+            self._silent_since_s = self._clock()
         if self._offload is None:
             self._layouts.update(message.layouts)
             if len(self._layouts) < self._num_stages:
@@ -443,8 +453,19 @@ class SchedulerSide:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether copies are in flight."""
+        """Whether copies are in flight, or to be planned."""
         return self._offload is not None and self._offload.has_jobs
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether an engine that computes nothing should go on with steps: until all copies have ended.
+
+        Not until those to a disk or server that hangs have: a pause, or the end of the engine, would wait for them.
+        """
+        if self._offload is None or not self._offload.has_jobs:
+            return False
+        since_s = self._silent_since_s
+        return self._offload.has_loads or since_s is None or self._clock() < since_s + _MAX_SILENT_S
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """KV events of the host tier, for routers. A chunk is named by the hash of its last block, as in vLLM's own."""
@@ -485,6 +506,7 @@ class SchedulerSide:
     def _deactivate(self, request_id: str) -> bool:
         """Removes a request that holds no blocks any more. Returns whether it was active."""
         self._offers.remove(request_id)
+        self._received.discard(request_id)
         return self._active.pop(request_id, None) is not None
 
     def _make_scheduler(self) -> OffloadScheduler:

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_offload.core.block_tables import check_sequence, read_ids, read_tables
-from tpu_offload.core.validate import check_count, check_request
+from tpu_offload.core.block_tables import read_ids, read_tables
+from tpu_offload.core.validate import check_count, check_iterable, check_request
 from tpu_offload.errors import RequestError
+from tpu_offload.native import Given
+from tpu_offload.values import one_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Candidate:
     num_new_blocks: Sequence[int]
 
 
-def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) -> tuple[str, ...]:
+def choose_victims(candidates: Given[Sequence[Candidate]], *, num_free: Given[Sequence[int]]) -> tuple[str, ...]:
     """Finds, by simulation, the fewest requests, newest first, whose preemption lets the others continue.
 
     Preempting a request frees the blocks that no other request holds, and it needs no new ones. The oldest request is
@@ -37,11 +39,13 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
     Returns:
       The victims' ids, newest first; empty if all can continue; all but the oldest if even that is not enough.
     Raises:
-      RequestError: a count is not a number, a table is not a block table, or a layer group has none.
+      RequestError: a candidate is none, a count is not a number, a table is not a block table, or a layer group has
+        none.
 
     References:
       transformers, continuous batching with `cpu_offload_space` (newest first, the fewest by simulation).
     """
+    check_iterable(candidates, "the candidates are", "Candidates")
     free = _counts("free blocks", num_free)
     num_groups = len(free)
     candidates = [_read(candidate, num_groups) for candidate in candidates]
@@ -62,8 +66,10 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
     return tuple(victims)
 
 
-def _read(candidate: Candidate, num_groups: int) -> Candidate:
+def _read(candidate: Given[Candidate], num_groups: int) -> Candidate:
     """The candidate with Python integers, validated."""
+    if not isinstance(candidate, Candidate):
+        raise RequestError(f"a candidate is {one_line(candidate)}; expected a Candidate")
     request_id = candidate.request_id
     check_request(request_id)
     tables = [read_ids(request_id, table) for table in read_tables(request_id, candidate.block_tables)]
@@ -77,5 +83,5 @@ def _read(candidate: Candidate, num_groups: int) -> Candidate:
 
 
 def _counts(what: str, given: Any) -> list[int]:
-    check_sequence("", given, what)
+    check_iterable(given, f"the {what} are", "numbers, one a layer group")
     return [check_count(what, number) for number in given]
