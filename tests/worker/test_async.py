@@ -112,8 +112,12 @@ def test_waits_of_poll_are_about_a_second():
     assert worker_module._MAX_WAIT_S == 1.0
 
 
-def test_close_waits_for_copies_but_not_for_ever(caplog):
-    engine = Engine(job_timeout_s=0.05)
+@pytest.mark.parametrize("timeout_s", [0.05, 60.0])
+def test_close_waits_for_copies_but_not_for_ever(caplog, monkeypatch, timeout_s):
+    assert worker_module._MAX_CLOSE_S == 20.0
+    if timeout_s > 0.05:
+        monkeypatch.setattr(worker_module, "_MAX_CLOSE_S", 0.05)
+    engine = Engine(job_timeout_s=timeout_s)
     engine.step(saves=[engine.save([0], [0])])
     engine.step(saves=[engine.save([1], [1])])
     token = slow_down(engine, 0, ready_after=9)

@@ -53,6 +53,7 @@ _logger = logging.getLogger(__name__)
 
 _OFF = "offloading is off on this worker: it has no host pool"
 _NO_STORAGE = "this worker has no storage tier"
+_MAX_CLOSE_S = 20.0  # of the 30 s that Kubernetes leaves a pod to end in
 _MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs in between
 
 Caches = list[jax.Array]
@@ -465,12 +466,13 @@ class OffloadWorker:
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended are never reported.
 
-        It waits at most the job timeout; copies still in flight then are left to the runtime.
+        It waits at most the job timeout or `_MAX_CLOSE_S`; copies still in flight then are left to the runtime.
         """
         waiting_on = [array for copies in self._copies() for array in copies.waiting_on(all_of_them=True)]
-        if not wait_for_all(waiting_on, timeout_s=self._timeout_s):
+        timeout_s = min(self._timeout_s, _MAX_CLOSE_S)
+        if not wait_for_all(waiting_on, timeout_s=timeout_s):
             num_left = sum(not is_ready(array) for array in waiting_on)
-            _logger.error("closing with %d copies still in flight after %g s", num_left, self._timeout_s)
+            _logger.error("closing with %d copies still in flight after %g s", num_left, timeout_s)
         self._jobs.clear()
         for pool in self._pools():  # all of them, before the first is waited for
             pool.stop_growing()
