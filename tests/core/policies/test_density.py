@@ -239,9 +239,9 @@ def test_a_use_that_hbm_served_in_part_counts_for_the_rest(tier) -> None:
     tier.serve(prompt)
     ended = []
     known = tier.policy._queues._lifetimes
-    known.end = lambda class_id, num_chunks, age, *, used, goes_on: ended.append((num_chunks, used))
+    known.end = lambda class_id, num_chunks, age, *, used, in_hbm, goes_on: ended.append((num_chunks, used, in_hbm))
     tier.serve(prompt, num_in_hbm=12)
-    assert ended == [(12, False), (8, True)]
+    assert ended == [(12, True, True), (8, True, False)]
 
 
 # --- traffic --------------------------------------------------------------------------------------

@@ -214,9 +214,10 @@ class DensityPolicy(EvictionPolicy):
     def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
         """A prompt uses the first chunks of a run and continues with `keys[next_chunk]`. Returns the run of those used.
 
-        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier.
+        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier. So
+        does a save because HBM evicts the chunks, which is no use at all: the requests were counted when they came.
         """
-        if run.at_end or run.end is not None:
+        if use.is_request and (run.at_end or run.end is not None):
             self._learn_end(run, num_chunks, keys, next_chunk)
         if num_chunks < len(run.keys):
             if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
@@ -224,9 +225,12 @@ class DensityPolicy(EvictionPolicy):
             else:
                 self._split(run, num_chunks)
         run.at_end = False
-        run.num_uses += 1
-        run.use_id = use.use_id
-        self._queues.renew(run, _class_of(run.num_uses), used=run.depth >= use.num_in_hbm)
+        if use.is_request:
+            run.num_uses += 1
+            run.use_id = use.use_id
+            self._queues.renew(run, _class_of(run.num_uses), used=True, in_hbm=run.depth < use.num_in_hbm)
+        else:
+            self._queues.renew(run, run.class_id, used=False)
         self._place_and_track(run)
         return run
 
