@@ -48,10 +48,12 @@ class Worth:
         self.ends: Counter[tuple[int, int]] = Counter()
         self.run_size = 1.0
         self.table: dict[tuple[int, int], float] = {}
-        # For the question whether age matters: predicted rates, and uses and chunks alive at the last estimate.
+        # For the question whether age matters: predicted rates and shares that HBM leaves, and uses that HBM did not
+        # serve and chunks alive at the last estimate.
         self.rates: dict[tuple[int, int], float] = {}
-        self.runs: Counter[tuple[int, int]] = Counter()  # that were used since
-        self.uses_then: Counter[tuple[int, int]] = Counter()
+        self.shares: defaultdict[tuple[int, int], float] = defaultdict(lambda: 1.0)
+        self.runs: Counter[tuple[int, int]] = Counter()  # that were used since, and not in HBM
+        self.hits_then: Counter[tuple[int, int]] = Counter()
         self.alive_then: Counter[tuple[int, int]] = Counter()
         self.evidence, self.all_uses, self.all_exposure = ([0.0] * len(self.factors) for _ in range(3))
         self.learn([], 0, 0)
@@ -65,14 +67,14 @@ class Worth:
                 self.in_hbm[class_id, group_of(age)] += num * in_hbm
                 self.run_size += 0.001 * (num - self.run_size)
         if used:
-            self.runs.update((class_id, group_of(age)) for class_id, age in set(lives))
+            self.runs.update((class_id, group_of(age)) for class_id, age in set(lives[num_in_hbm:]))
 
     def learn(self, alive: list[tuple[int, int]], youngest: int, elapsed: int) -> None:
         first = group_of(max(1, youngest))
         alive_now = Counter((class_id, max(group_of(age), first)) for class_id, age in alive)
         for c in range(len(self.factors)):
             self.compare(c, first, alive_now, elapsed)
-        self.uses_then, self.alive_then = self.uses.copy(), alive_now
+        self.hits_then, self.alive_then = self.uses - self.in_hbm, alive_now
         self.runs.clear()
         uses, in_hbm, ends = (pooled(counts, first) for counts in (self.uses, self.in_hbm, self.ends))
         for class_id, age in alive:
@@ -103,6 +105,7 @@ class Worth:
                 later = STARTS[last + 1] / STARTS[group + 1] if group > last else 1
                 width = STARTS[known + 1] - STARTS[known]
                 self.table[c, group] = self.table[c, known] * later
+                self.shares[c, group] = shares[c, known] if group <= last else 1.0
                 self.rates[c, group] = (
                     -math.log(1 - chances[c, known]) / (width if known > first else STARTS[known + 1]) * later
                 )
@@ -118,9 +121,10 @@ class Worth:
         used_runs: Counter[int] = Counter()
         exposure: defaultdict[int, float] = defaultdict(float)
         for group in range(NUM_GROUPS):
-            uses[max(group, first)] += self.uses[c, group] - self.uses_then[c, group]
+            uses[max(group, first)] += self.uses[c, group] - self.in_hbm[c, group] - self.hits_then[c, group]
             used_runs[max(group, first)] += self.runs[c, group]
-            exposure[max(group, first)] += (self.alive_then[c, group] + alive_now[c, group]) / 2 * elapsed
+            alive = (self.alive_then[c, group] + alive_now[c, group]) / 2
+            exposure[max(group, first)] += alive * elapsed * self.shares[c, group]
         total = sum(exposure.values())
         if total:
             mean = sum(exposure[group] * self.rates[c, group] for group in exposure) / total

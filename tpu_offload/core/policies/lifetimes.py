@@ -62,8 +62,8 @@ class Lifetimes:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # Chunks by class and age group, and the runs used since the last estimate: `array`s for counting single events,
-        # with numpy views of all counts.
+        # Chunks by class and age group, and the runs that hit since the last estimate: `array`s for counting single
+        # events, with numpy views of all counts.
         counters = [array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(4)]
         self._uses, self._in_hbm, self._ends, self._runs = counters
         self._all_uses, self._all_in_hbm, self._all_ends, self._all_runs = (
@@ -71,9 +71,10 @@ class Lifetimes:
         )
         self._run_size = 1.0  # chunks, a running mean
         self._density = np.zeros((_NUM_GROUPS, len(num_uses)))
-        # As of the last estimate: chunks alive and uses, by class and age group, and the predicted rates.
-        self._alive_then, self._uses_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
-        self._rates = np.ones_like(self._all_uses)
+        # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
+        # all uses, and the share of the uses that HBM leaves to this tier.
+        self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
+        self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
         self._constant = ConstantRates(len(num_uses))
         self.learn([1], [[0.0] * len(num_uses)])
 
@@ -94,9 +95,10 @@ class Lifetimes:
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
-            self._runs[place] += not goes_on
             if in_hbm:
                 self._in_hbm[place] += num_chunks
+            else:
+                self._runs[place] += not goes_on
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
@@ -122,8 +124,8 @@ class Lifetimes:
         alive_now = np.zeros_like(self._all_ends)
         np.add.at(alive_now.T, groups, np.asarray(alive))
         if elapsed:
-            exposure = (self._alive_then + alive_now) / 2 * elapsed
-            observed = self._all_uses - self._uses_then, self._all_runs, exposure
+            exposure = (self._alive_then + alive_now) / 2 * elapsed * self._shares  # as far as HBM has none of them
+            observed = self._all_uses - self._all_in_hbm - self._hits_then, self._all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
             self._constant.observe(uses, runs, exposure, self._rates[:, first:])
         self._all_runs[:] = 0
@@ -132,7 +134,7 @@ class Lifetimes:
             for counts in (self._all_uses, self._all_in_hbm, self._all_ends):
                 counts /= 2
             self._constant.halve()
-        self._alive_then, self._uses_then = alive_now, self._all_uses.copy()
+        self._alive_then, self._hits_then = alive_now, self._all_uses - self._all_in_hbm
         ends = self._pooled @ (self._all_ends + alive_now)
         self._estimate(*(self._pooled @ counts for counts in (self._all_uses, self._all_in_hbm)), ends, first)
 
@@ -151,10 +153,15 @@ class Lifetimes:
         used = _constant_uses(rates[is_constant], widths)
         density[is_constant] = _best_rates(used * share[is_constant], used) * rates[is_constant, None]
         last = first + end - 1
-        for table, values in ((self._density, density.T), (self._rates.T, (-np.log1p(-hazard) / widths).T)):
+        for table, values in (
+            (self._density, density.T),
+            (self._rates.T, (-np.log1p(-hazard) / widths).T),
+            (self._shares.T, share.T),
+        ):
             table[first : last + 1] = values
             table[:first] = table[first]
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
+        self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
 
     def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:

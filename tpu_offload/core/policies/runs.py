@@ -210,7 +210,7 @@ class RunQueues:
         self._lifetimes.end(
             run.class_id, num_chunks, now - run.time, used=used, in_hbm=in_hbm, goes_on=begun == self._last_used
         )
-        if used:
+        if used and not in_hbm:
             self._last_used = begun
         if run.time != now:
             run.life += 1
