@@ -91,7 +91,7 @@ class DensityPolicy(EvictionPolicy):
         while i < num_chunks:
             run = self._runs.get(keys[i])
             if run is None:
-                i, last = i + 1, None
+                i, last = self._runs.next_known(keys, i + 1, num_chunks), None
                 continue
             num = len(run.keys)
             if num > 1 and (num > num_chunks - i or run.keys[-1] != keys[i + num - 1]):
