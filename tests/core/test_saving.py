@@ -481,8 +481,6 @@ def test_policies_see_the_priority() -> None:
 
 
 def test_policies_see_what_a_request_used_and_that_an_eviction_from_hbm_is_no_request() -> None:
-    made: list[Uses] = []
-
     class Kept(Uses):
         def __init__(self) -> None:
             super().__init__()
@@ -493,6 +491,7 @@ def test_policies_see_what_a_request_used_and_that_an_eviction_from_hbm_is_no_re
             super().touch(use, keys, num_chunks, residents)
             self.num_touched.append(num_chunks)
 
+    made: list[Kept] = []
     engine = FakeEngine(policy=Kept, save_on="eviction")
     request = computed(engine, "a", tokens(16))
     engine.remove("a")

@@ -136,7 +136,7 @@ class Lifetimes:
             self._constant.halve()
         self._alive_then, self._hits_then = alive_now, self._all_uses - self._all_in_hbm
         ends = self._pooled @ (self._all_ends + alive_now)
-        self._estimate(*(self._pooled @ counts for counts in (self._all_uses, self._all_in_hbm)), ends, first)
+        self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
 
     def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
         """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
