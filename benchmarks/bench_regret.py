@@ -3,17 +3,19 @@
 For each kind of generated traffic (`traffic.py`), each seed, and each size of the host tier, every policy is simulated.
 Hits count after the learning time only, the first part of the requests. The regret of a cell is the hit rate of the
 best other policy less that of the default; negative where the default is the best. A cell is a kind, a setup and a
-size; its regret is the mean over the seeds, because one seed alone says how the dice fell. Worst first.
+size; its regret is the mean over the seeds, because one seed alone says how the dice fell, and its spread the standard
+deviation of the regrets of the seeds, all against the policy that is best on the whole. Worst first.
 
 Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM of 5 % of the unique blocks in front, and blocks
 are saved when they are computed; `evicted` the same, and they are saved when HBM evicts them.
 
   python benchmarks/bench_regret.py --json regret.json
-  python benchmarks/bench_regret.py --trace conversation_trace.jsonl --setups host hbm
+  python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -56,6 +58,20 @@ def read_kind(kind: str, seed: int) -> Trace:
         return read_traces([Path(file.name)])
 
 
+def traces_of(args: argparse.Namespace) -> Iterator[tuple[str, int, Trace]]:
+    """The traffic to compare on: name, seed and trace."""
+    for path in args.trace:
+        trace = read_traces([path])
+        yield str(path), 0, trace
+        if args.halves:
+            half = trace.duration_s / 2
+            yield f"{path}, first half", 0, trace.between(0, half)
+            yield f"{path}, second half", 0, trace.between(half, math.inf)
+    for kind in args.kinds:
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            yield kind, seed, read_kind(kind, seed)
+
+
 def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, float]]:
     """For each size and policy, the share of the prompt blocks after the learning time that hit in the host tier."""
     hbm_share, save_on = SETUPS[setup]
@@ -75,12 +91,9 @@ def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tup
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each cell, the one with the largest regret first."""
     rates: dict[Cell, dict[str, list[float]]] = {}
-    sources: list[tuple[str, int]] = [(str(path), 0) for path in args.trace]
-    sources += [(kind, seed) for kind in args.kinds for seed in range(args.seeds)]
-    for number, (name, seed) in enumerate(sources):
-        trace = read_traces([Path(name)]) if number < len(args.trace) else read_kind(name, seed)
+    for name, seed, trace in traces_of(args):
         for setup in args.setups:
-            print(f"{number + 1} of {len(sources)}: {name}, seed {seed}, {setup}", file=sys.stderr)
+            print(f"{name}, seed {seed}, {setup}", file=sys.stderr)
             for size, policy, rate in rates_of(trace, setup, args):
                 cell = Cell(name, setup, size)
                 rates.setdefault(cell, {}).setdefault(policy, []).append(rate)
@@ -91,17 +104,14 @@ def _row(cell: Cell, rates: dict[str, list[float]]) -> dict[str, Any]:
     means = {policy: statistics.fmean(found) for policy, found in rates.items()}
     default = means.pop(DEFAULT)
     best = max(means, key=lambda policy: means[policy])
-    of_seeds = [
-        max(found[i] for policy, found in rates.items() if policy != DEFAULT) - own
-        for i, own in enumerate(rates[DEFAULT])
-    ]
+    regrets = [other - own for other, own in zip(rates[best], rates[DEFAULT], strict=True)]
     return {
         **cell._asdict(),
         "default": default,
         "best_other": best,
         "rates": means,
         "regret": means[best] - default,
-        "worst_seed": max(of_seeds),
+        "spread": statistics.stdev(regrets) if len(regrets) > 1 else None,
     }
 
 
@@ -109,10 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     kinds = [*traffic.KINDS, traffic.CHANGING]
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="traces, beside the generated traffic")
+    parser.add_argument("--halves", action="store_true", help="also each half of a trace, alone")
     parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
     parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")
     parser.add_argument("--jobs", type=count, default=2, help="processes")
     parser.add_argument("--rows", type=count, default=20, help="rows to print")
@@ -125,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = compare(args)
     print_table(
         f"{DEFAULT}: regret in {len(rows)} cells, the worst first",
-        ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "worst seed"],
+        ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "spread"],
         [
             [
                 row["kind"],
@@ -135,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row["best_other"],
                 f"{row['rates'][row['best_other']]:.4f}",
                 f"{row['regret']:+.4f}",
-                f"{row['worst_seed']:+.4f}",
+                "" if row["spread"] is None else f"{row['spread']:.4f}",
             ]
             for row in rows[: args.rows]
         ],

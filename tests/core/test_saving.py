@@ -480,6 +480,29 @@ def test_policies_see_the_priority() -> None:
     assert len({use.use_id for use in uses}) == 1
 
 
+def test_policies_see_what_a_request_used_and_that_an_eviction_from_hbm_is_no_request() -> None:
+    class Kept(Uses):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_touched: list[int] = []
+            made.append(self)
+
+        def touch(self, use, keys, num_chunks, residents) -> None:
+            super().touch(use, keys, num_chunks, residents)
+            self.num_touched.append(num_chunks)
+
+    made: list[Kept] = []
+    engine = FakeEngine(policy=Kept, save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.remove("a")
+    (policy,) = [policy for policy in made if policy.uses]
+    assert [use.is_request for use in policy.uses] == [True]
+    assert policy.num_touched == [4], "what it computed, though nothing of it is saved"
+    engine.scheduler.evict(prefix(request))
+    engine.step()
+    assert [use.is_request for use in policy.uses] == [True, False]
+
+
 def test_blocks_of_another_request_with_the_same_hash(caplog) -> None:
     """The first block of one prompt is the second of another, and hashes do not cover the tokens before."""
     engine = FakeEngine()

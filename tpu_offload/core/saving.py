@@ -191,6 +191,11 @@ class SavePlanner:
                 self._on_observed(keys, num_observed)
             self._num_observed[request.request_id] = num_chunks
 
+    def num_used(self, request: RequestState) -> int:
+        """How many leading chunks a request has used: saved, found, or computed though they are not saved (yet)."""
+        num_observed = self._num_observed.get(request.request_id, 0)
+        return min(max(request.num_saved_chunks, request.num_found_chunks, num_observed), len(request.keys))
+
     def forget(self, request_id: str) -> None:
         """A request ended; the next one of this id counts as another request."""
         self._num_observed.pop(request_id, None)

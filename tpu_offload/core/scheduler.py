@@ -294,6 +294,7 @@ class OffloadScheduler:
         prefix = check_prefix(prefix)
         if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
             request = self._requests.new("the prefix cache")
+            request.use = dataclasses.replace(request.use, is_request=False)
             request.limit(self._requests.within_defaults(prefix.limits))
             self._saves.early.evict(prefix, request)
 
@@ -528,7 +529,7 @@ class OffloadScheduler:
         self._loads.release(request)
         if request.rolling is not None:
             self._index.checkpoints.settle(request.rolling)
-        self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
+        self._index.touch(request.use, request.keys, self._saves.num_used(request))
         if self._has_storage and request.limits.cache:
             self._storage.finish(request.keys)
         if request.load is not None:

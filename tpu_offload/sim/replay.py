@@ -138,7 +138,8 @@ class _Replay:
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(evicted):
-                host.save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
+                eviction = dataclasses.replace(next(self._uses), is_request=False)
+                host.save(eviction, prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
             self._settle()
             host.unpin(promised)
         end = 0
@@ -146,7 +147,7 @@ class _Replay:
             end = saves.num_chunks_worth_saving(keys, 0, len(keys))
             self._save(use, keys, end)
         self._settle()
-        host.touch(use, keys, max(end, in_hbm, in_host))
+        host.touch(use, keys, len(keys))
         for tier in self._storage:
             tier.finish(keys)
 
@@ -190,16 +191,17 @@ class _Replay:
         return reads
 
     def _save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> None:
-        """Saves a prompt; where evictions are demoted, in pieces of what a step can demote.
+        """Saves the first chunks of a prompt, or uses them if the tier has them all.
 
-        As by an engine that computes a long prompt in several steps.
+        Where evictions are demoted it saves in pieces of what a step can demote, as by an engine that computes a long
+        prompt in several steps.
         """
         if self._demotes:
             for part in range(self._host.find(keys) + MAX_DEMOTIONS, end, MAX_DEMOTIONS):
                 self._host.save(use, keys, part)
                 self._settle()
-        if end:
-            self._host.save(use, keys, end)
+        if end and not self._host.save(use, keys, end):
+            self._host.touch(use, keys, end)
 
     def _settle(self) -> None:
         """Steps until nothing is in flight."""

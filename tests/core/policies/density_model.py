@@ -44,48 +44,46 @@ class Worth:
     def __init__(self) -> None:
         self.factors = density._CLASS_USES
         self.uses: Counter[tuple[int, int]] = Counter()
+        self.in_hbm: Counter[tuple[int, int]] = Counter()  # of these, those that HBM served
         self.ends: Counter[tuple[int, int]] = Counter()
         self.run_size = 1.0
         self.table: dict[tuple[int, int], float] = {}
-        # For the question whether age matters: predicted rates, and uses and chunks alive at the last estimate.
+        # For the question whether age matters: predicted rates and shares that HBM leaves, and uses that HBM did not
+        # serve and chunks alive at the last estimate.
         self.rates: dict[tuple[int, int], float] = {}
-        self.runs: Counter[tuple[int, int]] = Counter()  # that were used since
-        self.uses_then: Counter[tuple[int, int]] = Counter()
+        self.shares: defaultdict[tuple[int, int], float] = defaultdict(lambda: 1.0)
+        self.runs: Counter[tuple[int, int]] = Counter()  # that were used since, and not in HBM
+        self.hits_then: Counter[tuple[int, int]] = Counter()
         self.alive_then: Counter[tuple[int, int]] = Counter()
         self.evidence, self.all_uses, self.all_exposure = ([0.0] * len(self.factors) for _ in range(3))
         self.learn([], 0, 0)
 
-    def end(self, lives: list[tuple[int, int]], *, used: bool) -> None:
-        """Lifetimes (class, age) end together: equal ones are of one run."""
-        for (class_id, age), num in Counter(lives).items():
-            self.ends[class_id, group_of(age)] += num
-            if used:
-                self.uses[class_id, group_of(age)] += num
-                self.runs[class_id, group_of(age)] += 1
-            self.run_size += 0.001 * (num - self.run_size)
+    def end(self, lives: list[tuple[int, int]], *, used: bool, num_in_hbm: int = 0) -> None:
+        """Lifetimes (class, age) end together: equal ones are of one run. HBM served the use of the first."""
+        for in_hbm, some in ((True, lives[:num_in_hbm]), (False, lives[num_in_hbm:])):
+            for (class_id, age), num in Counter(some).items():
+                self.ends[class_id, group_of(age)] += num
+                self.uses[class_id, group_of(age)] += num * used
+                self.in_hbm[class_id, group_of(age)] += num * in_hbm
+                self.run_size += 0.001 * (num - self.run_size)
+        if used:
+            self.runs.update((class_id, group_of(age)) for class_id, age in set(lives[num_in_hbm:]))
 
     def learn(self, alive: list[tuple[int, int]], youngest: int, elapsed: int) -> None:
         first = group_of(max(1, youngest))
         alive_now = Counter((class_id, max(group_of(age), first)) for class_id, age in alive)
         for c in range(len(self.factors)):
             self.compare(c, first, alive_now, elapsed)
-        self.uses_then, self.alive_then = self.uses.copy(), alive_now
+        self.hits_then, self.alive_then = self.uses - self.in_hbm, alive_now
         self.runs.clear()
-        uses: Counter[tuple[int, int]] = Counter()
-        ends: Counter[tuple[int, int]] = Counter()
-        for (class_id, group), num in self.uses.items():
-            for c in of_its_pool(class_id):
-                uses[c, max(group, first)] += num
-        for (class_id, group), num in self.ends.items():
-            for c in of_its_pool(class_id):
-                ends[c, max(group, first)] += num
+        uses, in_hbm, ends = (pooled(counts, first) for counts in (self.uses, self.in_hbm, self.ends))
         for class_id, age in alive:
             for c in of_its_pool(class_id):
                 ends[c, max(group_of(age), first)] += 1
         last = max((group for _, group in ends), default=first)
         classes = range(len(self.factors))
         weight = lifetimes._PRIOR_RUNS * self.run_size
-        chances = {}
+        chances, shares = {}, {}
         for group in range(first, last + 1):
             reached = [
                 sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
@@ -96,20 +94,26 @@ class Worth:
             for c in classes:
                 prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
                 chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
+            common = (sum(used) - sum(in_hbm[c, group] for c in classes) + weight) / (sum(used) + weight)
+            for c in classes:
+                shares[c, group] = (used[c] - in_hbm[c, group] + weight * common) / (used[c] + weight)
         for c in classes:
             for group in range(first, last + 1):
-                self.table[c, group] = best_rate(chances, c, group, first, last)
+                self.table[c, group] = best_rate(chances, shares, c, group, first, last)
             for group in range(NUM_GROUPS):
                 known = min(max(group, first), last)
                 later = STARTS[last + 1] / STARTS[group + 1] if group > last else 1
                 width = STARTS[known + 1] - STARTS[known]
                 self.table[c, group] = self.table[c, known] * later
+                self.shares[c, group] = shares[c, known] if group <= last else 1.0
                 self.rates[c, group] = (
                     -math.log(1 - chances[c, known]) / (width if known > first else STARTS[known + 1]) * later
                 )
             if self.evidence[c] > constant_rates._ENOUGH:
+                rate = self.all_uses[c] / self.all_exposure[c]
                 for group in range(NUM_GROUPS):
-                    self.table[c, group] = self.all_uses[c] / self.all_exposure[c]
+                    known = min(max(group, first), last)
+                    self.table[c, group] = rate * best_share(rate, shares, c, known, first, last)
 
     def compare(self, c: int, first: int, alive_now: Counter[tuple[int, int]], elapsed: int) -> None:
         """The evidence that age does not matter, from the ages at which chunks of a class were used."""
@@ -117,9 +121,10 @@ class Worth:
         used_runs: Counter[int] = Counter()
         exposure: defaultdict[int, float] = defaultdict(float)
         for group in range(NUM_GROUPS):
-            uses[max(group, first)] += self.uses[c, group] - self.uses_then[c, group]
+            uses[max(group, first)] += self.uses[c, group] - self.in_hbm[c, group] - self.hits_then[c, group]
             used_runs[max(group, first)] += self.runs[c, group]
-            exposure[max(group, first)] += (self.alive_then[c, group] + alive_now[c, group]) / 2 * elapsed
+            alive = (self.alive_then[c, group] + alive_now[c, group]) / 2
+            exposure[max(group, first)] += alive * elapsed * self.shares[c, group]
         total = sum(exposure.values())
         if total:
             mean = sum(exposure[group] * self.rates[c, group] for group in exposure) / total
@@ -135,12 +140,34 @@ class Worth:
         return self.table[class_id, group_of(age)]
 
 
-def best_rate(chances, class_id: int, begin: int, first: int, last: int) -> float:
-    """Ratio of uses to space, up to the optimal stopping age."""
+def pooled(counts: Counter[tuple[int, int]], first: int) -> Counter[tuple[int, int]]:
+    """For each class the counts of its pool; groups before `first` are not distinguished."""
+    found: Counter[tuple[int, int]] = Counter()
+    for (class_id, group), num in counts.items():
+        for c in of_its_pool(class_id):
+            found[c, max(group, first)] += num
+    return found
+
+
+def best_share(rate: float, shares, class_id: int, begin: int, first: int, last: int) -> float:
+    """The share of the uses that HBM does not serve, up to the optimal stopping age; uses come at this rate."""
+    best = uses = hits = 0.0
+    for group in range(begin, last + 1):
+        start = 0.0 if group == first else STARTS[group]
+        end = STARTS[group + 1] if group < last else math.inf
+        used = math.exp(-rate * start) - math.exp(-rate * end)
+        uses, hits = uses + used, hits + used * shares[class_id, group]
+        if uses:
+            best = max(best, hits / uses)
+    return best or 1.0
+
+
+def best_rate(chances, shares, class_id: int, begin: int, first: int, last: int) -> float:
+    """Ratio of hits to space, up to the optimal stopping age."""
     best, left, uses, room = 0.0, 1.0, 0.0, 0.0
     for group in range(begin, last + 1):
         used = left * chances[class_id, group]
-        uses += used
+        uses += used * shares[class_id, group]
         room += (left - used / 2) * (STARTS[group + 1] - (0.0 if group == first else STARTS[group]))
         left -= used
         best = max(best, uses / room)
@@ -164,7 +191,7 @@ class SlowDensity:
     def is_resident(self, key: ChunkKey | None) -> bool:
         return key in self.chunks and self.chunks[key].resident
 
-    def serve(self, prompt: list[ChunkKey]) -> int:
+    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0) -> int:
         """Returns how many chunks were found."""
         self.use_id += 1
         self.now += len(prompt)
@@ -174,6 +201,7 @@ class SlowDensity:
         for _ in range(num_resident + sum(not self.is_resident(key) for key in prompt) - self.size):
             self.evict_one(set(prompt))
         ended: list[tuple[int, int]] = []
+        num_ended_in_hbm = 0
         origin = 0
         for i, key in enumerate(prompt):
             chunk = self.chunks.get(key)
@@ -181,12 +209,13 @@ class SlowDensity:
                 chunk = self.chunks[key] = Chunk(key, prompt[i - 1] if i else None, self.use_id, origin)
             else:
                 ended.append((chunk.class_id, self.now - chunk.time))
+                num_ended_in_hbm += i < num_in_hbm
                 chunk.num_uses += 1
                 chunk.class_id = class_of(chunk.num_uses)
                 origin = min(chunk.num_uses.bit_length(), density._NUM_ORIGINS - 1)
             chunk.time, chunk.use_id, chunk.resident = self.now, self.use_id, True
             self.ghosts.pop(key, None)
-        self.worth.end(ended, used=True)
+        self.worth.end(ended, used=True, num_in_hbm=num_ended_in_hbm)
         if len(prompt) > 1 and all(self.chunks[key].num_uses == 1 for key in prompt[-2:]):
             self.ends[prompt[-2]] = (self.use_id, prompt[-1])
         self.forget()

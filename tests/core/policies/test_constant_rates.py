@@ -101,7 +101,8 @@ def test_a_run_that_a_request_uses_in_pieces_is_one_observation(num_in_hbm) -> N
     for num_chunks in (8, 15, 20):
         tier.index.touch(use, prompt, num_chunks)
     lifetimes = policy._queues._lifetimes
-    assert lifetimes._all_uses.sum() == 20 - num_in_hbm
+    assert lifetimes._all_uses.sum() == 20
+    assert lifetimes._all_in_hbm.sum() == num_in_hbm
     assert lifetimes._all_runs.sum() == 1
     tier.serve(prompt)
     assert lifetimes._all_runs.sum() == 2

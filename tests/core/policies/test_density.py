@@ -1,5 +1,6 @@
 """What the default policy keeps, and what it costs."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -241,9 +242,26 @@ def test_a_use_that_hbm_served_in_part_counts_for_the_rest(tier) -> None:
     tier.serve(prompt)
     ended = []
     known = tier.policy._queues._lifetimes
-    known.end = lambda class_id, num_chunks, age, *, used, goes_on: ended.append((num_chunks, used))
+    known.end = lambda class_id, num_chunks, age, *, used, in_hbm, goes_on: ended.append((num_chunks, used, in_hbm))
     tier.serve(prompt, num_in_hbm=12)
-    assert ended == [(12, False), (8, True)]
+    assert ended == [(12, True, True), (8, True, False)]
+
+
+def test_a_save_because_hbm_evicts_is_no_use_and_begins_a_new_lifetime(tier) -> None:
+    policy, prompt, other = density_of(tier), chain("a", 8), [chain(f"other {i}", 10) for i in range(20)]
+    lifetimes = policy._queues._lifetimes
+    tier.serve(prompt)
+    tier.serve_all(other)
+    assert not tier.num_kept(prompt)
+    run = policy._runs[prompt[0]]
+    num_uses, used, begun = run.num_uses, lifetimes._all_uses.sum(), run.time
+    tier.save(dataclasses.replace(tier.new_use(len(prompt)), is_request=False), prompt, len(prompt))
+    assert tier.num_kept(prompt) == 8
+    assert (run.num_uses, lifetimes._all_uses.sum()) == (num_uses, used)
+    assert run.time > begun
+    tier.index.touch(tier.new_use(), prompt, 8)
+    assert (run.num_uses, lifetimes._all_uses.sum()) == (num_uses + 1, used + 8)
+    assert lifetimes._all_in_hbm.sum() == 0
 
 
 # --- traffic --------------------------------------------------------------------------------------
@@ -309,6 +327,22 @@ def test_hits_as_often_as_the_slow_model(traffic, num_chunks) -> None:
         assert 0.95 < found / expected < 1.05
         fast, slow = fast + found, slow + expected
     assert fast / slow > 0.975
+
+
+def test_hits_as_often_as_the_slow_model_behind_hbm() -> None:
+    """HBM has what was used in the last 250 chunks; hits in HBM are not counted. LRU's hits are 35 % off."""
+    fast = slow = 0
+    for seed in range(3):
+        fast_tier, slow_tier = Tier(DensityPolicy(), 300), SlowDensity(300)
+        last_use: dict[ChunkKey, int] = {}
+        now = 0
+        for prompt in conversations(random.Random(seed), 1000):
+            num = next((i for i, key in enumerate(prompt) if last_use.get(key, -250) <= now - 250), len(prompt))
+            fast += max(0, fast_tier.serve(prompt, num_in_hbm=num) - num)
+            slow += max(0, slow_tier.serve(prompt, num_in_hbm=num) - num)
+            now += len(prompt)
+            last_use.update(dict.fromkeys(prompt, now))
+    assert 0.93 < fast / slow < 1.12
 
 
 # --- cost -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Life:
     class_id: int
     num_chunks: int
     age: int
-    end: str  # used, forgotten (censored), or alive (still running)
+    end: str  # used, used in HBM, forgotten (censored), or alive (still running)
 
 
 def group_of(age: float) -> int:
@@ -41,11 +41,11 @@ class BySlowDefinition:
         groups = [max(group_of(life.age), self.first) for life in lives]
         self.lives = list(zip(lives, groups, weights or [1.0] * len(lives), strict=True))
 
-    def uses(self, class_id: int, group: int) -> float:
+    def uses(self, class_id: int, group: int, ends=("used", "used in HBM")) -> float:
         return sum(
             weight * life.num_chunks
             for life, its, weight in self.lives
-            if (life.class_id, its, life.end) == (class_id, group, "used")
+            if (life.class_id, its) == (class_id, group) and life.end in ends
         )
 
     def reached(self, class_id: int, group: int) -> float:
@@ -53,7 +53,7 @@ class BySlowDefinition:
         total = 0.0
         for life, its, weight in self.lives:
             if life.class_id == class_id and its >= group:
-                half = its == group and life.end != "used"
+                half = its == group and not life.end.startswith("used")
                 total += weight * life.num_chunks * (0.5 if half else 1)
         return total
 
@@ -74,8 +74,15 @@ class BySlowDefinition:
         chance = (uses[class_id] + weight * prior) / (reached[class_id] + weight)
         return min(chance, lifetimes._MAX_HAZARD)
 
+    def share(self, class_id: int, group: int) -> float:
+        """Of the uses, those that HBM does not serve."""
+        uses, weight = [self.uses(c, group) for c in range(len(self.num_uses))], self.prior_weight
+        hits = [self.uses(c, group, ends=("used",)) for c in range(len(self.num_uses))]
+        common = (sum(hits) + weight) / (sum(uses) + weight)
+        return (hits[class_id] + weight * common) / (uses[class_id] + weight)
+
     def worth(self, class_id: int, age: int) -> float:
-        """Over all stopping ages, the highest ratio of expected uses to the expected time until a use or that age."""
+        """Over all stopping ages, the highest ratio of expected hits to the expected time until a use or that age."""
         starts = [0.0, *lifetimes._AGES, 2 * lifetimes._AGES[-1]]
         last = max((its for life, its, weight in self.lives), default=self.first)
         begin = max(group_of(age), self.first)
@@ -85,18 +92,18 @@ class BySlowDefinition:
         for group in range(begin, last + 1):
             start = 0.0 if group == self.first else starts[group]
             chance = self.chance(class_id, group)
-            uses += left * chance
+            uses += left * chance * self.share(class_id, group)
             time += (left + left * (1 - chance)) / 2 * (starts[group + 1] - start)
             left *= 1 - chance
             best = max(best, uses / time)
         return best
 
 
-def random_lives(seed: int, num: int) -> list[Life]:
+def random_lives(seed: int, num: int, *, with_hbm: bool = False) -> list[Life]:
     rng = random.Random(seed)
     lives = []
     for _ in range(num):
-        end = rng.choice(["used", "used", "forgotten", "alive"])
+        end = rng.choice(["used", "used in HBM" if with_hbm else "used", "forgotten", "alive"])
         lives.append(Life(rng.randrange(4), rng.randint(1, 30), int(2 ** rng.uniform(0, 20)), end))
     return lives
 
@@ -104,7 +111,8 @@ def random_lives(seed: int, num: int) -> list[Life]:
 def add(learnt: Lifetimes, lives: list[Life]) -> None:
     for life in lives:
         if life.end != "alive":
-            learnt.end(life.class_id, life.num_chunks, life.age, used=life.end == "used")
+            used, in_hbm = life.end.startswith("used"), life.end == "used in HBM"
+            learnt.end(life.class_id, life.num_chunks, life.age, used=used, in_hbm=in_hbm)
 
 
 def learn(learnt: Lifetimes, lives: list[Life]) -> None:
@@ -123,8 +131,9 @@ def assert_worth_is_by_definition(learnt: Lifetimes, slow: BySlowDefinition) -> 
 
 @pytest.mark.parametrize("num", [1, 3, 30, 300])
 @pytest.mark.parametrize("seed", range(4))
-def test_hit_density_is_the_best_ratio_of_uses_to_space_over_all_ages(num, seed) -> None:
-    lives = random_lives(seed, num)
+@pytest.mark.parametrize("with_hbm", [False, True])
+def test_hit_density_is_the_best_ratio_of_uses_to_space_over_all_ages(num, seed, with_hbm) -> None:
+    lives = random_lives(seed, num, with_hbm=with_hbm)
     learnt = Lifetimes(NUM_USES, half_life=10**9)
     add(learnt, lives)
     learn(learnt, lives)
@@ -217,3 +226,31 @@ def test_classes_of_a_pool_learn_from_each_other_and_others_do_not() -> None:
     assert first == second > 2 * third
     first, second, _ = alone.hit_density([100])[0]
     assert first > 1.2 * second
+
+
+def test_where_age_does_not_matter_the_value_is_the_rate_of_use_times_the_part_that_hbm_leaves() -> None:
+    """HBM serves all uses at ages below 1024, and none later; the rate is one use in 1000."""
+    plain, behind = (Lifetimes((1.0,), half_life=10**9) for _ in range(2))
+    rng = random.Random(0)
+    ages = [int(rng.expovariate(1 / 1000)) for _ in range(20_000)]
+    for learnt in (plain, behind):
+        learnt._constant._evidence[:] = 100.0
+        learnt._constant._uses[:], learnt._constant._exposure[:] = 1000, 1_000_000
+        for age in ages:
+            learnt.end(0, 1, age, used=True, in_hbm=learnt is behind and age < 1024)
+        learnt.learn([1], [[0.0]])
+    assert (plain.hit_density([0, 100, 5000, 10**9]) == 0.001).all()
+    young, half, old, older = behind.hit_density([0, 512, 5000, 10**9])[:, 0]
+    assert young == pytest.approx(0.001 * math.exp(-1.024), rel=0.02)
+    assert half == pytest.approx(0.001 * math.exp(-0.512), rel=0.02)
+    assert old == older == pytest.approx(0.001, rel=0.02)
+
+
+def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
+    learnt = Lifetimes((1.0, 1.0), half_life=10**9)
+    for _ in range(3000):
+        learnt.end(0, 1, 100, used=True, in_hbm=True)
+        learnt.end(1, 1, 5000, used=True)
+    learnt.learn([1], [[0.0] * 2])
+    in_hbm, other = learnt.hit_density([1])[0]
+    assert in_hbm < 0.25 * other, "all that is left is the prior"

@@ -15,15 +15,19 @@ from tpu_offload.types import ChunkKey
 class Use:
     """One request's use of chunks: all calls to a policy between its match and its end carry the same one.
 
+    A save because HBM evicts blocks has a `Use` of its own, though no request uses the chunks then.
+
     Attributes:
       use_id: increases from one use to the next; unique.
       priority: chunks that a request of higher priority used are kept longer than those that only lower ones used.
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
+      is_request: False for a save because HBM evicts blocks.
     """
 
     use_id: int
     priority: int = 0
     num_in_hbm: int = 0
+    is_request: bool = True
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -10,6 +10,9 @@ So both are tested on what comes next (Dawid, "Present position and potential de
 chunks had each age, both predict at which ages: the hazard rates, and the same rate at all ages. Each run that is used
 adds the logarithm of the ratio of the two probabilities to the evidence. The level of the rates has no part in it, only
 whether age matters.
+
+What HBM serves has no part in it either: young chunks that HBM still has are not used here, at whatever rate requests
+come, and chunks that HBM always has say nothing of those that it lacks.
 """
 
 from typing import Any, final
@@ -38,9 +41,9 @@ class ConstantRates:
         """Compares the predictions for a while with what happened.
 
         Args:
-          uses: float64[classes, age groups], chunks used.
-          runs: the same shape, runs of chunks that were used together.
-          exposure: the same shape, chunks of this age times time.
+          uses: float64[classes, age groups], chunks used that HBM lacked.
+          runs: the same shape, runs of such chunks that were used together.
+          exposure: the same shape, chunks of this age that HBM lacks, times time.
           rates: the same shape, the rates that were predicted by age, per chunk and time; above 0.
         """
         all_exposure = exposure.sum(1)

@@ -6,10 +6,15 @@ age. From these follows the hazard rate: the probability of a use at each age, g
 (Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958). Evicted chunks are tracked for a
 while, so that the statistics of a class do not depend on how long its chunks were kept.
 
+HBM serves part of the uses. How requests come is one question, whether HBM still has the chunk then is another: so the
+hazard rates are those of all uses, and for each class and age the share of the uses that HBM left to this tier is
+learned beside them. A use that HBM serves ends the lifetime without a hit (in the terms of survival analysis it is a
+competing risk, not censoring: a chunk that HBM always has never becomes one that HBM lacks).
+
 The value of a chunk is its hit density: expected uses per unit of space and time until then (Beckmann, Chen and Cidon,
 "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), up to the optimal stopping age, at which that
 ratio is highest (the Gittins index: Gittins, "Bandit processes and dynamic allocation indices", 1979). For classes in
-which age turns out not to matter it is the rate of use (see `constant_rates`).
+which age turns out not to matter, one rate of use takes the place of the hazard rates (see `constant_rates`).
 
 The prior, for no or few observations: the probability of a use is the same in each age group, each of which is longer
 than the one before, and proportional to the number of uses so far. So the value falls with age, as with LRU, and grows
@@ -57,21 +62,25 @@ class Lifetimes:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # Chunks by class and age group, and the runs used since the last estimate: `array`s for counting single events,
-        # with numpy views of all counts.
-        self._uses, self._ends, self._runs = (array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(3))
-        self._all_uses, self._all_ends, self._all_runs = (
-            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in (self._uses, self._ends, self._runs)
+        # Chunks by class and age group, and the runs that hit since the last estimate: `array`s for counting single
+        # events, with numpy views of all counts.
+        counters = [array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(4)]
+        self._uses, self._in_hbm, self._ends, self._runs = counters
+        self._all_uses, self._all_in_hbm, self._all_ends, self._all_runs = (
+            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
         self._density = np.zeros((_NUM_GROUPS, len(num_uses)))
-        # As of the last estimate: chunks alive and uses, by class and age group, and the predicted rates.
-        self._alive_then, self._uses_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
-        self._rates = np.ones_like(self._all_uses)
+        # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
+        # all uses, and the share of the uses that HBM leaves to this tier.
+        self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
+        self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
         self._constant = ConstantRates(len(num_uses))
         self.learn([1], [[0.0] * len(num_uses)])
 
-    def end(self, class_id: int, num_chunks: int, age: int, *, used: bool, goes_on: bool = False) -> None:
+    def end(
+        self, class_id: int, num_chunks: int, age: int, *, used: bool, in_hbm: bool = False, goes_on: bool = False
+    ) -> None:
         """Lifetimes of chunks of one run end at an age: by a use, or censored.
 
         Args:
@@ -79,13 +88,17 @@ class Lifetimes:
           num_chunks: how many.
           age: in chunks used since they began.
           used: whether a use ended them.
+          in_hbm: whether HBM served that use.
           goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
         """
         place = class_id * _NUM_GROUPS + bisect(_AGES, age)
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
-            self._runs[place] += not goes_on
+            if in_hbm:
+                self._in_hbm[place] += num_chunks
+            else:
+                self._runs[place] += not goes_on
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
@@ -111,39 +124,55 @@ class Lifetimes:
         alive_now = np.zeros_like(self._all_ends)
         np.add.at(alive_now.T, groups, np.asarray(alive))
         if elapsed:
-            exposure = (self._alive_then + alive_now) / 2 * elapsed
-            observed = self._all_uses - self._uses_then, self._all_runs, exposure
+            exposure = (self._alive_then + alive_now) / 2 * elapsed * self._shares  # as far as HBM has none of them
+            observed = self._all_uses - self._all_in_hbm - self._hits_then, self._all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
             self._constant.observe(uses, runs, exposure, self._rates[:, first:])
         self._all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
-            self._all_uses /= 2
-            self._all_ends /= 2
+            for counts in (self._all_uses, self._all_in_hbm, self._all_ends):
+                counts /= 2
             self._constant.halve()
-        self._alive_then, self._uses_then = alive_now, self._all_uses.copy()
-        self._estimate(self._pooled @ self._all_uses, self._pooled @ (self._all_ends + alive_now), first)
-        is_constant, rates = self._constant.found()
-        self._density[:, is_constant] = rates[is_constant]
+        self._alive_then, self._hits_then = alive_now, self._all_uses - self._all_in_hbm
+        ends = self._pooled @ (self._all_ends + alive_now)
+        self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
 
-    def _estimate(self, uses: _Floats, ends: _Floats, first: int) -> None:
+    def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
         """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
-        uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
+        uses, in_hbm, ends, widths = (_from(counts, first) for counts in (uses, in_hbm, ends, _WIDTHS))
         end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing older was observed
-        uses, ends, widths = uses[:, :end], ends[:, :end], widths[:end]
+        uses, in_hbm, ends, widths = uses[:, :end], in_hbm[:, :end], ends[:, :end], widths[:end]
         reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # censored ones count half
         hazard = self._hazard(uses, reached)
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
-        used, space = before * hazard, (before + left) / 2 * widths
+        used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
+        density = _best_rates(used * share, space)
+        is_constant, rates = self._constant.found()
+        used = _constant_uses(rates[is_constant], widths)
+        density[is_constant] = _best_rates(used * share[is_constant], used) * rates[is_constant, None]
+        last = first + end - 1
         for table, values in (
-            (self._density, _best_rates(used, space).T),
+            (self._density, density.T),
             (self._rates.T, (-np.log1p(-hazard) / widths).T),
+            (self._shares.T, share.T),
         ):
-            table[first : first + end] = values
+            table[first : last + 1] = values
             table[:first] = table[first]
-            last = first + end - 1
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
+        self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
+        self._density[last:, is_constant] = self._density[last, is_constant]
+
+    def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
+        """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
+
+        The prior is that of all classes together, because what HBM still has depends on its age most of all.
+        """
+        weight = _PRIOR_RUNS * self._run_size
+        common = 1 - in_hbm.sum(0) / (uses.sum(0) + weight)
+        share: _Floats = 1 - (in_hbm + weight * (1 - common)) / (uses + weight)
+        return share
 
     def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
         """The probability of a use in each age group, given that it is reached; by class."""
@@ -161,6 +190,17 @@ def _best_rates(used: _Floats, space: _Floats) -> _Floats:
     used, space = (np.cumsum(amounts[:, None] * later, axis=2) for amounts in (used, space))
     best: _Floats = (used / np.maximum(space, 1e-300)).max(2)
     return best
+
+
+def _constant_uses(rates: _Floats, widths: _Floats) -> _Floats:
+    """The part of the chunks of each class whose next use is in each age group, at one rate for all ages.
+
+    Those whose next use comes later count in the last group.
+    """
+    left = np.exp(-rates[:, None] * np.append(0.0, widths.cumsum()))
+    left[:, -1] = 0.0
+    used: _Floats = np.maximum(left[:, :-1] - left[:, 1:], 1e-300)
+    return used
 
 
 def _from(counts: _Floats, first: int) -> _Floats:

@@ -64,9 +64,11 @@ class PriorityPolicy(EvictionPolicy):
         # Consecutive chunks of one level, with that level and the chunk before them.
         parts: list[tuple[int, ChunkKey | None, list[ChunkKey]]] = []
         before: ChunkKey | None = None
+        evicted: list[ChunkKey] = []
         for key in keys[:num_chunks]:
             if key not in residents:
                 before = None
+                evicted.append(key)
                 continue
             level = self._level_of.get(key, 0)
             if before is not None and parts[-1][0] == level:
@@ -80,6 +82,8 @@ class PriorityPolicy(EvictionPolicy):
         for level, parent, part in parts:
             if level < to:
                 self._raise(use, part, parent, to)
+        if evicted and (not to or to in self._others):  # this level will have them if they are saved again
+            self._policy(to).touch(use, evicted, len(evicted), residents)
 
     def _raise(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
         """Moves consecutive resident chunks to a higher level."""

@@ -166,6 +166,15 @@ class RunTable:
         number = self._numbers.get(key)
         return None if number is None else self._runs[number]
 
+    def next_known(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """The index of the first of `keys[first:end]` that has a run; `end` if none has."""
+        parts = self._numbers.parts
+        for i in range(first, end):
+            key = keys[i]
+            if key in parts[key[0]]:
+                return i
+        return end
+
     def add(self, run: "Run") -> "Run":
         """Adds a new run and assigns its keys to it."""
         self._number(run)

@@ -189,8 +189,15 @@ class RunQueues:
         self.resize_run(run, -num_chunks)
         self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
-    def renew(self, run: Run, class_id: int, *, used: bool) -> None:
-        """As `end` and `begin`, in one call because these are most of the cost of a use."""
+    def renew(self, run: Run, class_id: int, *, used: bool, in_hbm: bool = False) -> None:
+        """As `end` and `begin`, in one call because these are most of the cost of a use.
+
+        Args:
+          run: the run.
+          class_id: its class from now on.
+          used: whether a use ends its lifetime.
+          in_hbm: whether HBM served that use.
+        """
         num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
         part = run.slice
         if part is not newest:
@@ -200,8 +207,10 @@ class RunQueues:
         part.alive[run.class_id] -= num_chunks
         newest.alive[class_id] += num_chunks
         begun = run.time, run.class_id
-        self._lifetimes.end(run.class_id, num_chunks, now - run.time, used=used, goes_on=begun == self._last_used)
-        if used:
+        self._lifetimes.end(
+            run.class_id, num_chunks, now - run.time, used=used, in_hbm=in_hbm, goes_on=begun == self._last_used
+        )
+        if used and not in_hbm:
             self._last_used = begun
         if run.time != now:
             run.life += 1
