@@ -199,6 +199,15 @@ def test_compare_commits(run):
     assert not any("hit_match" in name for name in report["ratios"])
 
 
+@pytest.mark.wide
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history")
+def test_before_groups(run):
+    said, report = run("bench_before_groups", "--rounds 2")
+    assert "Of 075fa9d, whose idle step takes" in said
+    assert [result["case"] for result in report["results"]][0] == "one group"
+    assert all(result["hit"]["num"] == 2 for result in report["results"])
+
+
 def test_compare_with_a_commit_that_is_not_there(main, capfd):
     assert main("compare_commits")(["--against", "no-such-commit", "bench_index.py"]) == 1
     assert "git archive no-such-commit failed" in capfd.readouterr().err
