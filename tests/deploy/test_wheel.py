@@ -140,12 +140,12 @@ def mypycify(*_, **__):
 """
 
 
-@pytest.fixture
-def broken(tmp_path):
-    """Environment variables with which the compilation fails."""
+@pytest.fixture(params=[MYPYC, "raise ImportError('no mypy')", "def mypycify(*_, **__): raise SystemExit(1)"])
+def broken(request, tmp_path):
+    """Environment variables with which the compilation fails: in C, without mypyc, or because mypy finds an error."""
     (tmp_path / "mypyc").mkdir()
     (tmp_path / "mypyc" / "__init__.py").touch()
-    (tmp_path / "mypyc" / "build.py").write_text(MYPYC)
+    (tmp_path / "mypyc" / "build.py").write_text(request.param)
     return {"PYTHONPATH": str(tmp_path)}
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_compiled_is_installed_as_it_is(wheel, broken, tmp_path):
 
 
 def test_what_has_to_be_compiled_fails_if_it_cannot(broken, tmp_path):
-    with pytest.raises(RuntimeError, match=r"broken\.c"):
+    with pytest.raises(RuntimeError):
         make_wheel(tmp_path, compile_it="1", **broken)
 
 
