@@ -11,7 +11,7 @@ make_compiled() {
     xargs -0 sha256sum | cat - <("$venv_python" -VV) | sha256sum)
   if [ "$(cat "$root/build/compiled.stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "${0##*/}: compiling into $compiled (two minutes)" >&2
-    rm -rf "$root/build/compiled.stamp" "${compiled:?}"/*.so "$compiled/tpu_offload"
+    rm -rf "$root/build/compiled.stamp" "${compiled:?}"/*.so "$compiled"/*.dist-info "$compiled/tpu_offload"
     wheels=$(mktemp -d)
     cp -r "$root"/{tpu_offload,tpu_offload_command.py,setup.py,setup.cfg,pyproject.toml,README.md,LICENSE} "$wheels/"
     COMPILE_TPU_OFFLOAD=1 "$venv_python" -I -m pip --quiet --disable-pip-version-check wheel --no-deps \
@@ -21,6 +21,7 @@ make_compiled() {
     echo "$stamp" >"$root/build/compiled.stamp"
   fi
   # All but the package, which is compiled.
+  rm -rf "${compiled:?}"/{benchmarks,deploy,docs,scripts,tests}
   (cd "$root" && tar cf - --exclude=__pycache__ .ci .github benchmarks deploy docs scripts tests ./*.md ./*.py ./*.cfg \
     ./*.toml LICENSE) | tar xf - -C "$compiled"
 }

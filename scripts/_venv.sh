@@ -101,7 +101,8 @@ use_venv() {
     fi
     rm -f "$venv/.stamp"
     target=$root$(_extras "$want")
-    "$venv_python" -I -m pip --quiet --disable-pip-version-check install --editable "$target" 9>&- ||
+    COMPILE_TPU_OFFLOAD=0 \
+      "$venv_python" -I -m pip --quiet --disable-pip-version-check install --editable "$target" 9>&- ||
       _die "pip could not install the packages (see above)"
     echo "$fingerprint $want" >"$venv/.stamp.new"
     mv "$venv/.stamp.new" "$venv/.stamp"

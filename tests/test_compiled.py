@@ -1,6 +1,7 @@
 """The compiled modules that users have; in an interpreted package these tests say nothing (scripts/test --compiled)."""
 
 import importlib
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import tpu_offload
 from tests.core.fakes import LAYOUT
-from tpu_offload import MatchState, OffloadConfig, OffloadScheduler
+from tpu_offload import Candidate, MatchState, OffloadConfig, OffloadScheduler
 from tpu_offload.native import is_compiled
 
 pytestmark = pytest.mark.skipif(not is_compiled(), reason="the package is interpreted")
@@ -31,7 +32,12 @@ def test_a_method_of_a_compiled_object_cannot_be_replaced():
         OffloadScheduler(OffloadConfig.create(), LAYOUT).match = None  # type: ignore[assignment]
 
 
+def test_candidates_are_sent_to_other_processes():
+    candidate = Candidate(request_id="a", block_tables=[[1]], num_new_blocks=[0])
+    assert pickle.loads(pickle.dumps(candidate)) == candidate
+
+
 def test_integers_of_numpy_are_accepted_as_ever():
-    offload = OffloadScheduler(OffloadConfig.create(), LAYOUT)
+    offload = OffloadScheduler(OffloadConfig.create(), LAYOUT, num_workers=np.int64(1))  # type: ignore[arg-type]
     match = offload.match("a", [], num_tokens=np.int64(17), num_computed_tokens=np.uint8(0))  # type: ignore[arg-type]
     assert match.state is MatchState.MISS

@@ -4,8 +4,9 @@ Compiled, a module takes half of the time and does the same, with these differen
 
 - Arguments and attributes are checked against their annotations (TypeError). What an engine gives is `Given`, except
   sequences, which are not checked, so that it reaches our validation: that accepts integers of numpy and says more.
-- Its classes have no `__dict__`. Nothing can be set on them that they do not declare, neither can methods be replaced.
-- They cannot be derived from in Python, unless they are `@mypyc_attr(allow_interpreted_subclasses=True)`.
+- Its classes have no `__dict__`. What its class does not declare cannot be set on an object, neither can its methods.
+- They cannot be derived from in Python, unless they are `@mypyc_attr(allow_interpreted_subclasses=True)`. What a method
+  of such a class returns is `Given`, too. They have no docstrings, cannot be copied, and have no weak references.
 """
 
 import importlib.util

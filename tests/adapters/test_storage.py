@@ -168,6 +168,21 @@ def test_requests_wait_no_longer_than_they_may(servers):
     stack.close()
 
 
+def test_after_a_long_time_without_requests_a_reset_empties_the_storage():
+    storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
+    stack = make_stack(**storage, num_blocks=24)
+    stack.serve("a", prompt(80, seed=20))
+    stack.drain()
+    assert stack.offload.stats().num_stored_chunks >= 10
+    stack.side._silent_since_s -= 100.0  # as if idle for long
+    stack.side.reset()
+    assert stack.side.needs_steps
+    stack.drain()
+    assert stack.offload.stats().num_stored_chunks == 0
+    stack.check_end()
+    stack.close()
+
+
 def test_an_engine_does_not_go_on_with_steps_for_a_disk_that_hangs(monkeypatch):
     """A pause, which waits until there is nothing to do, would take several job timeouts."""
     monkeypatch.setattr(scheduler_side, "_MAX_SILENT_S", 0.2)

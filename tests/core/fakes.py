@@ -25,6 +25,7 @@ from tpu_offload import (
     Update,
 )
 from tpu_offload.core.policies import EvictionPolicy
+from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.types import BlockHash, Direction, JobKind
 
 BLOCK_SIZE = 4
@@ -178,6 +179,7 @@ class FakeEngine:
         workers: list[FakeWorker] | None = None,
         seed: int = 0,
         policy: Callable[[], EvictionPolicy] | None = None,
+        save_policy: SavePolicy | None = None,
         record_events: bool = False,
         **settings: Any,
     ) -> None:
@@ -190,6 +192,7 @@ class FakeEngine:
             LAYOUT,
             num_workers=len(self.workers),
             policy=policy,
+            save_policy=save_policy,
             clock=self.clock,
             record_events=record_events,
         )

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import interpreted_only
 from tests.core.fakes import FakeWorker, tokens
+from tests.core.policies import example
 from tests.core.window_engine import WindowEngine
 from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex, Pool, PoolBalance, PoolMove, checkpoints
-from tpu_offload.core.policies import ARCPolicy, LRUPolicy
+from tpu_offload.core.policies import LRUPolicy
 
 CHUNKS, STATES = 4, 5  # in a segment
 
@@ -90,14 +90,21 @@ class CountedRule(DrawnRule):
         return None
 
 
+def own_policy(**attributes: object) -> Callable[[], EvictionPolicy]:
+    """The example of the docs, with other attributes."""
+    namespace: dict[str, Any] = {}
+    exec(example.source(), namespace)
+    return type("Own", (namespace["FIFOPolicy"],), attributes)
+
+
 @pytest.mark.parametrize(
     ("policy", "by_age"),
     [
         (None, False),
         (LRUPolicy, True),
         (lambda: LRUPolicy(), True),
-        pytest.param(lambda: type("Own", (ARCPolicy,), {})(), False, marks=interpreted_only),
-        pytest.param(lambda: type("OwnByAge", (ARCPolicy,), {"evicts_by_age": True})(), True, marks=interpreted_only),
+        (own_policy(), False),
+        (own_policy(evicts_by_age=True), True),
     ],
 )
 def test_chunks_get_memory_by_age_with_policies_that_evict_by_age(

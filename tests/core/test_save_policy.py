@@ -1,9 +1,13 @@
 """What is worth saving."""
 
 import hashlib
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from tests.core.fakes import FakeEngine, tokens
+from tpu_offload import JobKind, SavePolicy
 from tpu_offload.config import OffloadConfig, SaveEvent
 from tpu_offload.core.policies import Use
 from tpu_offload.core.save_policy import SaveBySightings, make_save_policy
@@ -55,3 +59,32 @@ def test_the_settings_decide():
     assert [policy.saves_on(event) for event in SaveEvent] == [True, False, False]
     assert policy.num_tokens_to_save(num_prompt_tokens=5, num_computed_tokens=9) == 5
     assert policy.num_tokens_to_save(num_prompt_tokens=5, num_computed_tokens=3) == 3
+
+
+class TwoChunks(SavePolicy):
+    """A policy of a user's own: the first two chunks of each prompt."""
+
+    def __init__(self) -> None:
+        self.observed: list[tuple[int, int]] = []
+
+    def saves_on(self, event: SaveEvent) -> bool:
+        return np.bool_(event is SaveEvent.COMPUTE)  # type: ignore[return-value]
+
+    def num_tokens_to_save(self, *, num_prompt_tokens: int, num_computed_tokens: int) -> int:
+        return min(num_prompt_tokens, num_computed_tokens)
+
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+        self.observed.append((first, len(keys)))
+
+    def num_chunks_worth_saving(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        return np.int64(max(0, min(end, 2) - first))  # type: ignore[return-value]
+
+
+def test_a_policy_of_ones_own():
+    policy = TwoChunks()
+    engine = FakeEngine(save_policy=policy)
+    request = engine.add("a", tokens(16))
+    assert request
+    plan, _ = engine.step({"a": 16})
+    assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(request.block_ids[:2])]
+    assert policy.observed == [(0, 4)]

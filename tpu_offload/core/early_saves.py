@@ -82,8 +82,10 @@ class EarlySaves:
           RequestError: the prefix is invalid; nothing was changed.
         """
         size, num_blocks = self._blocks_per_chunk, prefix.num_blocks
-        num_tokens = self._policy.num_tokens_to_save(
-            num_prompt_tokens=prefix.num_prompt_tokens, num_computed_tokens=num_blocks * self._block_size
+        num_tokens = int(
+            self._policy.num_tokens_to_save(
+                num_prompt_tokens=prefix.num_prompt_tokens, num_computed_tokens=num_blocks * self._block_size
+            )
         )
         num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
         if not num_chunks or self._is_resident(prefix, num_chunks, request):
@@ -128,4 +130,4 @@ def num_worth_saving(policy: SavePolicy, request: RequestState, num_chunks: int)
     first = request.num_saved_chunks
     if num_chunks <= first:
         return num_chunks
-    return first + policy.num_chunks_worth_saving(request.keys, first, num_chunks)
+    return first + int(policy.num_chunks_worth_saving(request.keys, first, num_chunks))

@@ -16,11 +16,13 @@ from typing import final
 from tpu_offload.config import OffloadConfig, SaveEvent
 from tpu_offload.core.policies import Use
 from tpu_offload.core.sketch import MAX_COUNT, Sketch
+from tpu_offload.native import Given, mypyc_attr
 from tpu_offload.types import ChunkKey
 
 __all__ = ["SaveBySightings", "SaveEvent", "SavePolicy", "make_save_policy"]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SavePolicy(abc.ABC):
     """Decides which KV of a request is saved to the host tier.
 
@@ -29,19 +31,19 @@ class SavePolicy(abc.ABC):
     contains or has room for.
     """
 
-    def resize(self, num_chunks: int) -> None:  # noqa: B027 (optional)
+    def resize(self, num_chunks: int) -> Given[None]:  # noqa: B027 (optional)
         """The host tier's capacity, in chunks, has changed."""
 
     @abc.abstractmethod
-    def saves_on(self, event: SaveEvent) -> bool:
+    def saves_on(self, event: SaveEvent) -> Given[bool]:
         """Whether anything is saved at that time; constant."""
 
     @abc.abstractmethod
-    def num_tokens_to_save(self, *, num_prompt_tokens: int, num_computed_tokens: int) -> int:
+    def num_tokens_to_save(self, *, num_prompt_tokens: int, num_computed_tokens: int) -> Given[int]:
         """Leading tokens that may be saved; at most `num_computed_tokens`."""
 
     @abc.abstractmethod
-    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> Given[None]:
         """Records that a request contains these chunks. A request that returns after a preemption counts once.
 
         Chunks that the request finds in HBM count too.
@@ -53,7 +55,7 @@ class SavePolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def num_chunks_worth_saving(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+    def num_chunks_worth_saving(self, keys: Sequence[ChunkKey], first: int, end: int) -> Given[int]:
         """How many of the chunks `first` to `end - 1` of a prefix are worth saving, from `first` on.
 
         A prefix has no holes: chunks after one that is not saved are of no use.

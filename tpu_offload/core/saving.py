@@ -85,7 +85,7 @@ class SavePlanner:
         self._requests = context.requests
         self._counts = context.counts
         self._num_observed: dict[str, int] = {}  # by request id: its leading chunks that the policy has observed
-        self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
+        self._saves_on_compute = bool(policy.saves_on(SaveEvent.COMPUTE))
         self._on_observed: Callable[[Sequence[ChunkKey], int], None] | None = None
         self._num_unchained = 0  # requests whose block hashes do not depend on the tokens before
 
@@ -119,8 +119,10 @@ class SavePlanner:
     def _read(self, request: RequestState, scheduled: ScheduledRequest) -> Offer | None:
         """What is new about a request; None if nothing is."""
         size = self._blocks_per_chunk
-        num_tokens = self._policy.num_tokens_to_save(
-            num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
+        num_tokens = int(
+            self._policy.num_tokens_to_save(
+                num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
+            )
         )
         # Plain loops: an engine may name hundreds of requests in each step.
         block_hashes, tables = scheduled.block_hashes, scheduled.block_tables[: self._num_full_groups]

@@ -87,19 +87,19 @@ class OffloadScheduler:
 
     def __init__(
         self,
-        config: OffloadConfig,
-        layout: KVLayout,
+        config: Given[OffloadConfig],
+        layout: Given[KVLayout],
         *,
-        num_workers: int = 1,
+        num_workers: Given[int] = 1,
         policy: Callable[[], EvictionPolicy] | None = None,
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
-        record_events: bool = False,
+        record_events: Given[bool] = False,
     ) -> None:
-        self._config = config
         num_workers = check_scheduler(config, layout, num_workers)
+        self._config: OffloadConfig = config
         self._context = context = TierContext.make(
-            config, layout, num_workers=num_workers, policy=policy, clock=clock, record_events=record_events
+            config, layout, num_workers=num_workers, policy=policy, clock=clock, record_events=bool(record_events)
         )
         self._enabled = config.enabled
         self._has_states = context.has_states

@@ -1,7 +1,6 @@
 """Validates engine calls and worker reports before they change any state."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -360,7 +359,7 @@ def _are_counts(numbers: Iterable[Any]) -> bool:
 
 def _are_seconds(numbers: Iterable[Any]) -> bool:
     for n in numbers:  # noqa: SIM110 - as above
-        if type(n) not in (float, int) or not 0 <= n < math.inf:
+        if type(n) not in (float, int) or not 0 <= n < _MAX:
             return False
     return True
 

@@ -158,7 +158,7 @@ def check_compiled() -> Finding:
     """Says whether the package was compiled when it was installed. It works without."""
     if is_compiled():
         return ok(_COMPILED, "yes")
-    return ok(_COMPILED, "no: a step takes twice the time of the scheduler (docs/deploy.md, Compiled modules)")
+    return ok(_COMPILED, "no: the scheduler takes about twice the time (docs/deploy.md, Compiled modules)")
 
 
 def check_known_faults(installed: Mapping[str, str], config: OffloadConfig | None) -> Findings:

@@ -115,6 +115,28 @@ def test_an_unsuitable_class_is_refused_in_one_line(module, source, wanted, erro
         assert "\n" not in str(caught.value)
 
 
+TALKATIVE = """
+import numpy as np
+class Talkative(FIFOPolicy):
+    def resize(self, num_chunks): super().resize(num_chunks); return num_chunks
+    def insert(self, *args): super().insert(*args); return 1
+    def touch(self, *args): super().touch(*args); return 1
+    def remove(self, *args): super().remove(*args); return args[0]
+    def became_leaf(self, key): super().became_leaf(key); return True
+    def clear(self): return tuple(super().clear())
+    def evict(self, num_chunks, residents): super().evict(np.int64(num_chunks), residents); return num_chunks
+"""
+
+
+def test_what_a_policy_returns_for_nothing_is_ignored(module):
+    engine = make_engine(eviction_policy=f"{module(example.source() + TALKATIVE)}:Talkative")
+    for i in range(6):
+        serve(engine, f"r{i}", 200 + 20 * i)
+    assert serve(engine, "again", 300) == 15
+    engine.scheduler.reset()
+    assert serve(engine, "after a reset", 300) == 0
+
+
 @interpreted_only
 def test_all_abstract_methods_are_required():
     """A compiled class that is abstract can be made, so they are listed."""

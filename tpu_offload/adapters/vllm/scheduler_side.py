@@ -448,6 +448,7 @@ class SchedulerSide:
         """Invalidates everything that was saved."""
         self._promised.clear()
         self._stats_changed = True
+        self._silent_since_s = self._clock()  # storage is to be emptied, which takes steps
         if self._offload is not None:
             self._offload.reset()
 

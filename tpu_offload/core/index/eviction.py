@@ -12,6 +12,7 @@ from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.prefix_tree import MIN_BATCH, NO_CHUNK, STRIDE, PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator
 from tpu_offload.core.policies import Residents
+from tpu_offload.native import Given
 from tpu_offload.types import ChunkKey
 
 
@@ -59,9 +60,10 @@ class Evictor(Residents):
         return slot is not None and self._tree.children[slot] == NO_CHUNK
 
     def evict_tail(
-        self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
+        self, key: ChunkKey, max_chunks: Given[int], *, until: Container[ChunkKey] = (), singly: Given[bool] = False
     ) -> tuple[int, ChunkKey | None]:
         """See the base class."""
+        limit = int(max_chunks)
         tree, protected = self._tree, self.protected
         pins, unready = self._states.pins, self._states.unready
         keys, parents, more_children = tree.keys, tree.parents, tree.more_children
@@ -71,13 +73,13 @@ class Evictor(Residents):
         evicted: list[ChunkKey] = []
         freed: list[int] = []
         stopped_at: ChunkKey | None = key
-        try_at = max_chunks if singly else 0  # evicted chunks from which on a batch is tried
-        while (num_evicted := len(evicted)) < max_chunks:
+        try_at = limit if singly else 0  # evicted chunks from which on a batch is tried
+        while (num_evicted := len(evicted)) < limit:
             if key in pins or key in protected or slot in unready or (num_evicted and key in until):
                 break
             first = slot
-            if max_chunks - num_evicted >= MIN_BATCH <= slot and num_evicted >= try_at:
-                first = self._first_of_batch(slot, min(STRIDE, max_chunks - num_evicted, slot), until)
+            if limit - num_evicted >= MIN_BATCH <= slot and num_evicted >= try_at:
+                first = self._first_of_batch(slot, min(STRIDE, limit - num_evicted, slot), until)
                 try_at = num_evicted + (slot - first or STRIDE)
             if first == slot:
                 evicted.append(key)

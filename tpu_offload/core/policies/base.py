@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Sequence
 from typing import ClassVar, final
 
 from tpu_offload.core.chunk_table import Entries
-from tpu_offload.native import mypyc_attr
+from tpu_offload.native import Given, mypyc_attr
 from tpu_offload.records import record
 from tpu_offload.types import ChunkKey
 
@@ -48,7 +48,7 @@ class Residents(abc.ABC):
 
     @abc.abstractmethod
     def evict_tail(
-        self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
+        self, key: ChunkKey, max_chunks: Given[int], *, until: Container[ChunkKey] = (), singly: Given[bool] = False
     ) -> tuple[int, ChunkKey | None]:
         """Evicts a chunk and then, from tail to head, those before it in its prefix.
 
@@ -84,11 +84,11 @@ class EvictionPolicy(abc.ABC):
 
     evicts_by_age: ClassVar[bool] = False
 
-    def resize(self, num_chunks: int) -> None:  # noqa: B027 (most need no size)
+    def resize(self, num_chunks: int) -> Given[None]:  # noqa: B027 (most need no size)
         """The tier has room for this many chunks from now on. Called before any chunk, and at each change."""
 
     @abc.abstractmethod
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> Given[None]:
         """A request saved these chunks, and uses them and all before them.
 
         Args:
@@ -99,11 +99,11 @@ class EvictionPolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> Given[None]:
         """A request used the first `num_chunks` of `keys`, head first. Those that are not resident are skipped."""
 
     @abc.abstractmethod
-    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> Given[None]:
         """A chunk was removed for another reason than `evict`: its bytes were lost or never arrived.
 
         Args:
@@ -112,11 +112,11 @@ class EvictionPolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def became_leaf(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> Given[None]:
         """A chunk may be a leaf now: one that followed it, and that another priority's policy ordered, was removed."""
 
     @abc.abstractmethod
-    def clear(self) -> list[Entries]:
+    def clear(self) -> Given[list[Entries]]:
         """Forgets all chunks, resident and evicted ones. Learned statistics stay. O(1).
 
         Chunks that stay resident are inserted again. By their first use, `use_id` -1, they are older than all others.
@@ -127,7 +127,7 @@ class EvictionPolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evict(self, num_chunks: int, residents: Residents) -> None:
+    def evict(self, num_chunks: int, residents: Residents) -> Given[None]:
         """Evicts up to `num_chunks` chunks by `residents.evict_tail`; fewer only when no more can be evicted."""
 
     @abc.abstractmethod

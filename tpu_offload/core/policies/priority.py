@@ -10,6 +10,7 @@ from typing import final
 
 from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.native import Given
 from tpu_offload.types import ChunkKey
 
 _MAX_PRIORITY = 8  # each level has its own ghosts and counts, so users must not be able to create any number of them
@@ -212,7 +213,7 @@ class _Level(Residents):
         return self._residents.is_leaf(key)
 
     def evict_tail(
-        self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
+        self, key: ChunkKey, max_chunks: Given[int], *, until: Container[ChunkKey] = (), singly: Given[bool] = False
     ) -> tuple[int, ChunkKey | None]:
         """See the base class. A prefix begins after its last chunk of another level."""
         residents, num_evicted = self._residents, 0

@@ -1,6 +1,5 @@
 """Chooses the requests to preempt when there are too few free blocks for all to continue."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +8,11 @@ from tpu_offload.core.block_tables import read_ids, read_tables
 from tpu_offload.core.validate import check_count, check_iterable, check_request
 from tpu_offload.errors import RequestError
 from tpu_offload.native import Given
+from tpu_offload.records import record
 from tpu_offload.values import one_line
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A request that holds blocks of the HBM cache.
 
