@@ -174,11 +174,32 @@ def test_after_a_long_time_without_requests_a_reset_empties_the_storage():
     stack.serve("a", prompt(80, seed=20))
     stack.drain()
     assert stack.offload.stats().num_stored_chunks >= 10
-    stack.side._silent_since_s -= 100.0  # as if idle for long
+    stack.side._silent_since_s = 0.0  # as if idle for long
     stack.side.reset()
     assert stack.side.needs_steps
     stack.drain()
     assert stack.offload.stats().num_stored_chunks == 0
+    stack.check_end()
+    stack.close()
+
+
+def test_a_step_that_takes_long_is_not_silence():
+    """What it has saved is written after it, as after any other step."""
+    stack = make_stack(storage_tier=FAULTY, storage_options="x", num_storage_chunks=64, num_blocks=24)
+    tier = stack.workers[0]._storage.tiers[0]._io.tier
+    tier.gates["write"] = gate = threading.Event()
+    now_s = [1000.0]
+    stack.side._clock = lambda: now_s[0]
+    stack.add("a", prompt(80, seed=20))
+    while stack.scheduler.requests:
+        assert stack.side.needs_steps == stack.side.has_jobs
+        stack.step()
+        now_s[0] += scheduler_side._MAX_SILENT_S
+    assert stack.side.has_jobs
+    assert stack.side.needs_steps
+    gate.set()
+    stack.drain()
+    assert stack.offload.stats().num_stored_chunks >= 10
     stack.check_end()
     stack.close()
 

@@ -142,7 +142,8 @@ class SchedulerSide:
         self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
         self._last_tier_stats: tuple[TierStats, ...] = ()
         self._transfers: list[FinishedTransfer] = []
-        self._silent_since_s: float | None = None  # the later of the last result and the last step that computed
+        # The later of the last result and the first plan of a step that computes nothing; None until there is one.
+        self._silent_since_s: float | None = None
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """Takes vLLM's KV cache manager, before the first step.
@@ -267,7 +268,9 @@ class SchedulerSide:
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: returns the plan for the step that it scheduled."""
         idle = not (output.total_num_scheduled_tokens or self._computes_elsewhere())
-        if not idle or self._silent_since_s is None:
+        if not idle:
+            self._silent_since_s = None
+        elif self._silent_since_s is None:
             self._silent_since_s = self._clock()
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         admitted, self._admitted = self._admitted, set()
@@ -357,7 +360,7 @@ class SchedulerSide:
         self._computed_on_invalid |= message.computed_on_invalid
         reports = [*self._early_reports, *message.reports]
         self._early_reports.clear()
-        if any(report.results for report in reports):
+        if self._silent_since_s is not None and any(report.results for report in reports):
             self._silent_since_s = self._clock()
         if self._offload is None:
             self._layouts.update(message.layouts)
@@ -448,7 +451,7 @@ class SchedulerSide:
         """Invalidates everything that was saved."""
         self._promised.clear()
         self._stats_changed = True
-        self._silent_since_s = self._clock()  # storage is to be emptied, which takes steps
+        self._silent_since_s = None  # storage is to be emptied, which takes steps
         if self._offload is not None:
             self._offload.reset()
 
