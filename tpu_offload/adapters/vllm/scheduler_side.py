@@ -142,8 +142,9 @@ class SchedulerSide:
         self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
         self._last_tier_stats: tuple[TierStats, ...] = ()
         self._transfers: list[FinishedTransfer] = []
-        # The later of the last result and the first plan of a step that computes nothing; None until there is one.
-        self._silent_since_s: float | None = None
+        self._silent_since_s: float | None = (
+            None  # the first idle step, or a later result; None in a step that computes
+        )
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """Takes vLLM's KV cache manager, before the first step.
