@@ -142,9 +142,7 @@ class SchedulerSide:
         self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
         self._last_tier_stats: tuple[TierStats, ...] = ()
         self._transfers: list[FinishedTransfer] = []
-        self._silent_since_s: float | None = (
-            None  # the first idle step, or a later result; None in a step that computes
-        )
+        self._silent_since_s: float | None = None  # the first idle step or a later result; None while it computes
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """Takes vLLM's KV cache manager, before the first step.
