@@ -20,8 +20,6 @@ WANTED = os.environ.get("COMPILE_TPU_OFFLOAD", "")
 INTERPRETED = ("__init__.py", "engine_api.py", "validate.py")
 # jax and others are not there when pip builds the package.
 OPTIONS = ("--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--always-true=COMPILES")
-
-
 REQUIRES = ["mypy==2.4.*", "numpy>=2.0"]  # to compile
 WITHOUT = "tpu_offload is installed without compiled modules; its scheduler takes about twice the time"
 

@@ -2,6 +2,13 @@
 #
 #   make_compiled    copies this checkout to build/compiled/, with the modules that pip compiles for users in it (the
 #                    first time, and after a change of the sources: two minutes), and sets `compiled` to that folder
+#   check_compiled PYTHON
+
+# Ends the script unless the interpreter "$1" imports compiled modules; those of another Python it would ignore.
+check_compiled() {
+  "$1" -c 'from tpu_offload.native import is_compiled as is_it; raise SystemExit(not is_it())' ||
+    _die "for $1 the modules in $compiled are not compiled"
+}
 
 make_compiled() {
   local stamp wheels

@@ -18,7 +18,7 @@ COMPILES = False  # true for mypyc only (`--always-true` in setup.py)
 if COMPILES:
     type Given[T] = Any
 else:
-    type Given[T] = T  # an argument of a public method, not validated yet
+    type Given[T] = T  # an argument from outside, or what a policy of a user's own returns: not validated yet
 
 if TYPE_CHECKING:
     from mypy_extensions import mypyc_attr

@@ -58,7 +58,7 @@ def test_a_pause_that_keeps_requests_can_clear_the_cache(setup, failing):
     stack.check_end()
     assert len(stack.outputs["b"]) == loaded.max_tokens
     assert stack.offload.stats().matched_tokens == matched, "KV of before the reset"
-    assert "b" not in stack.side._received
+    assert "b" not in stack.side._received._request_ids
     stack.close()
 
 

@@ -31,9 +31,6 @@ class ReceivedLoads:
         self._original: Callable[[], bool] = manager.reset_prefix_cache
         manager.reset_prefix_cache = self._reset_prefix_cache
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._request_ids
-
     def add(self, request_ids: Iterable[str]) -> None:
         """The loads of these requests have ended; all that they copy is dispatched."""
         self._request_ids.update(request_ids)
