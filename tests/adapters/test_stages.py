@@ -186,6 +186,9 @@ def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_
     settings = in_files(tmp_path / "kv") | {"num_cpu_chunks": 40, "decode_save": True}
     drain, chats = {"do": "drain"}, conversations()
     one = run(stages, [*chats, *LONG_ANSWERS, GENERATE, drain], **settings)
+    # Some chunks were evicted before they could be written, which ones is a matter of time. These are written now.
+    rest = run(stages, [GENERATE, drain], **settings | {"num_cpu_chunks": 200})
+    assert rest["end"]["stats"]["dropped_cascade_chunks"] == 0
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["worker-0", "worker-1"]
     steps = [
         {"do": "generate", "prompts": PROMPTS[:4]},
@@ -200,6 +203,7 @@ def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_
 
     generated, chatted = right["generate"], [*right["chats"], right["long"]]
     assert answers(one) == [*chatted, generated]
+    assert answers(rest) == [generated]
     assert answers(other) == [generated[:4], generated[4:5], generated[5:], *chatted]
     assert answers(last) == [generated]
     found, (broken_0,), (broken_1,) = (step["cached"] for step in other["steps"][:5:2])
@@ -211,7 +215,7 @@ def test_another_engine_finds_what_both_stages_have_in_files(stages, right, tmp_
     assert min(outcome["end"]["num_preemptions"] for outcome in (one, other)) > 0
     stored, promoted, lost = (outcome["end"]["stats"] for outcome in (one, other, last))
     assert stored["cascaded_nbytes"] == stored["cascaded_chunks"] * BLOCK_NBYTES > 0
-    assert promoted["restored_chunks"] == stored["num_stored_chunks"] > 0
+    assert promoted["restored_chunks"] == rest["end"]["stats"]["num_stored_chunks"] >= stored["num_stored_chunks"] > 0
     assert promoted["promoted_nbytes"] == promoted["promoted_chunks"] * BLOCK_NBYTES > 0
     assert promoted["loaded_tokens"] > stored["loaded_tokens"] > 0
     assert promoted["failed_storage_chunks"] == 2
