@@ -21,6 +21,7 @@ def main() -> None:
     tier = FileTier(spec)
     write(tier, key_of(1), 1)
     ours, theirs = os.pipe()
+    has_closed, tells = os.pipe()
     child = os.fork()
     if not child:
         status = 1
@@ -29,9 +30,12 @@ def main() -> None:
             fd = os.open(directory / "another", os.O_RDWR | os.O_CREAT)  # it has the number that the lock had
             tier.close()
             status = int(os.write(fd, b"x") != 1)
+            os.write(tells, b"x")
             os.read(ours, 1)  # until the parent closes its end
         finally:
             os._exit(status)
+    os.close(tells)
+    os.read(has_closed, 1)  # until the child has run so far, or has ended
     try:
         FileTier(spec)
     except ConfigError as e:
