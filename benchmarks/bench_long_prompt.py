@@ -27,6 +27,7 @@ def serve(engine: Engine, name: str, prompt: tuple[int, ...]) -> RequestOutput:
     outputs: list[RequestOutput] = []
     while engine.has_unfinished:
         outputs += [output for output in engine.step() if output.stats]
+    engine.settle()  # saves on their way would take the staging buffer from the next prompt
     return outputs[-1]
 
 

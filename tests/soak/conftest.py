@@ -42,7 +42,7 @@ def let_copies_end(engine):
     if engine._offload is None:
         return
     worker = engine._offload._worker
-    storage, others = worker._storage, [copies for copies in worker._copies() if copies is not worker._storage]
+    storage, others = worker._storage, [copies for copies in worker._copies if copies is not worker._storage]
     copied = [getattr(token, "array", token) for copies in others for token in copies.waiting_on(all_of_them=True)]
     assert wait_for_all(copied, timeout_s=60.0)  # without it a busy machine would have other loads and preemptions
     wait_for_all(storage.waiting_on(all_of_them=True) if storage is not None else [], timeout_s=0.02)

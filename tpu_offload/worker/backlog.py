@@ -148,7 +148,7 @@ class LoadBacklog:
         Returns:
           Jobs with the blocks to dispatch, each all or some of a load; and the ids of the loads that have none left.
         """
-        if not self._loads and room is None and sum(map(self._num_blocks, new)) <= self._max_blocks:
+        if not self._loads and room is None and self._fit_in_one_step(new):
             return list(new), [job.job_id for job in new]  # nearly always
         for job in new:
             places = [np.array(part.host_block_ids, np.int32) for part in job.parts]
@@ -164,6 +164,9 @@ class LoadBacklog:
 
     def _sizes_of(self, job: CopyJob, *, staged: bool = False) -> list[int]:
         return [0 if staged and p.group_id in self._sizes else self._sizes.get(p.group_id, 1) for p in job.parts]
+
+    def _fit_in_one_step(self, jobs: Sequence[CopyJob]) -> bool:
+        return self._max_blocks == sys.maxsize or sum(map(self._num_blocks, jobs)) <= self._max_blocks
 
     def _num_blocks(self, job: CopyJob) -> int:
         if not self._sizes:

@@ -96,6 +96,27 @@ class GroupCopies:
         """The parts of a job in this store and layer group."""
         return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
 
+    def can_copy(self, parts: Sequence[tuple[int, CopyPart]], direction: Direction) -> bool:
+        """Whether `part_error` finds nothing in any of these parts, each with the rank of its job."""
+        block_ids = [block_id for _, part in parts for block_id in part.block_ids]
+        host_ids = [block_id for _, part in parts for block_id in part.host_block_ids]
+        if not block_ids:
+            return True
+        memory = self.memory
+        if min(block_ids) < 0 or max(block_ids) >= memory.spec.num_blocks:
+            return False
+        if min(host_ids) < 0 or max(host_ids) >= memory.num_blocks_ready:
+            return False
+        if direction is Direction.SAVE:
+            return True
+        if memory.spec.num_ranks == 1:
+            lost = memory.lost[0]
+            if len(host_ids) <= 8:  # cheaper one by one
+                return not any(lost[i] for i in host_ids)
+            return not np.count_nonzero(lost.take(host_ids))
+        ranks = np.repeat([rank for rank, _ in parts], [len(part.block_ids) for _, part in parts])
+        return not memory.lost[ranks, host_ids].any()
+
     def part_error(self, part: CopyPart, direction: Direction, rank: int) -> str:
         """Why a part of a job of a rank cannot be copied, in one line; empty if it can."""
         if not part.block_ids:

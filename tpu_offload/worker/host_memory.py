@@ -211,7 +211,7 @@ def check_copied(flight: Flight) -> None:
 def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
     """How many blocks were copied, and how many there are; only of ranks that this process has devices of."""
     if moves.ranks is None or token.is_fully_addressable:
-        return int(np.sum(np.asarray(token))), len(moves)
+        return int(np.asarray(token).sum()), len(moves)
     num_copied: dict[int, int] = {}
     for shard in token.addressable_shards:
         rank, count = shard.index[0].start or 0, int(np.asarray(shard.data)[0])

@@ -20,7 +20,7 @@ class _Job:
       num_refs: flights that carry blocks of it, and one until all of it is dispatched.
       num_unwritten: for a load, how many of these still lack the program that writes the caches.
       error: the first error.
-      failed: (group_id, block_id) of the blocks that failed, unless all did.
+      failed: (group_id, block_id) of the blocks that failed, unless all did; None without any.
       failed_whole: an error concerns all of its blocks.
       writes_caches: it is a load, or a swap in.
       cancelled: the engine has taken its blocks back before all were written, or the caches were lost.
@@ -36,17 +36,17 @@ class _Job:
     num_refs: int = 1
     num_unwritten: int = 1
     error: str = ""
-    failed: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    failed: set[tuple[int, int]] | None = None  # few jobs fail: no container for the others
     failed_whole: bool = False
     cancelled: bool = False
     copy_s: float = 0.0
     of_storage: bool = False
-    missing: list[int] = dataclasses.field(default_factory=list)
+    missing: tuple[int, ...] = ()
     num_found: tuple[int, ...] = ()
 
     def failed_positions(self) -> tuple[int, ...]:
         """Positions in `CopyJob.block_ids` of the blocks that failed; empty if all did."""
-        if self.failed_whole:
+        if self.failed_whole or self.failed is None:
             return ()
         blocks = [(part.group_id, block_id) for part in self.parts for block_id in part.block_ids]
         positions = tuple(i for i, block in enumerate(blocks) if block in self.failed)
@@ -109,9 +109,11 @@ class WorkerJobs:
 
     def add_ref(self, job_ids: Iterable[int]) -> None:
         """Adds a reference to each of these jobs, for a flight that carries blocks of them."""
+        jobs = self._jobs
         for job_id in job_ids:
-            self._jobs[job_id].num_refs += 1
-            self._jobs[job_id].num_unwritten += 1
+            job = jobs[job_id]
+            job.num_refs += 1
+            job.num_unwritten += 1
 
     def mark_written(self, job_ids: Iterable[int]) -> None:
         """The program that writes one flight of these loads into the caches has been dispatched."""
@@ -134,7 +136,7 @@ class WorkerJobs:
             job.num_refs -= 1
             if error:
                 job.error = job.error or error
-                job.failed.update(failed)
+                job.failed = (job.failed or set()).union(failed)
                 job.failed_whole |= not failed
             if job.num_refs == 0:
                 self._end(job_id, job)
@@ -161,7 +163,8 @@ class WorkerJobs:
 
     def add_missing(self, job_id: int, positions: Iterable[int]) -> None:
         """Storage does not have these chunks of a promotion in flight."""
-        self._jobs[job_id].missing += positions
+        job = self._jobs[job_id]
+        job.missing = (*job.missing, *positions)
 
     def set_found(self, job_id: int, num_found: tuple[int, ...]) -> None:
         """Sets the answer of a lookup in flight, see `JobResult.num_found`."""
@@ -203,7 +206,7 @@ class WorkerJobs:
                 duration_s=seconds,
                 copy_s=job.copy_s,
                 failed_blocks=positions,
-                missing_chunks=tuple(sorted(job.missing)),
+                missing_chunks=tuple(sorted(job.missing)) if job.missing else (),
                 num_found=job.num_found,
             )
         )

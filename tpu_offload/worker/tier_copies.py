@@ -251,11 +251,10 @@ class TierCopies:
     def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
         """Starts the valid jobs and fails the others."""
         accepted = []
-        for job in jobs:
+        for job, error in zip(jobs, self._errors_of(jobs), strict=True):
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; the duplicate is ignored", job.job_id)
                 continue
-            error = self._job_error(job)
             if not error and self._groups_share_pools:
                 job = self._in_pools(job)
                 error = job_error(job)  # a block of two groups
@@ -275,22 +274,40 @@ class TierCopies:
         parts = tuple(dataclasses.replace(part, group_id=pool_of[part.group_id]) for part in job.parts)
         return dataclasses.replace(job, parts=parts)
 
+    def _errors_of(self, jobs: Sequence[CopyJob]) -> list[str]:
+        """Why each of these jobs, all of one direction, cannot be started, in one line; empty if it can."""
+        errors = [self._job_error(job) for job in jobs]
+        valid = [job for job, error in zip(jobs, errors, strict=True) if not error]
+        for group in self._groups:  # the places of all of them together: a step may have many small jobs
+            parts = [
+                (job.rank, part)
+                for job in valid
+                for part in job.parts
+                if self._pool_of[part.group_id] == group.group_id
+            ]
+            if parts and not group.can_copy(parts, valid[0].direction):
+                return [error or self._places_error(job) for job, error in zip(jobs, errors, strict=True)]
+        return errors
+
     def _job_error(self, job: CopyJob) -> str:
-        """Why a job cannot be started, in one line; empty if it can."""
+        """What is wrong with a job but the places that it reads and writes; empty if nothing is."""
         error = job_error(job)
         if error:
             return error
         if not 0 <= job.rank < self._num_ranks:
             return f"a {job.kind.value} of rank {job.rank}; this worker has {self._num_ranks}"
         for part in job.parts:
-            is_known = part.store is HostStore.HOST_TIER and 0 <= part.group_id < len(self._pool_of)
-            groups = page_groups_of(self._groups, self._pool_of[part.group_id]) if is_known else []
-            if not groups:
+            if part.store is not HostStore.HOST_TIER or not 0 <= part.group_id < len(self._pool_of):
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} in {part.store.value}; this worker has "
                     f"{len(self._pool_of)} in {HostStore.HOST_TIER.value}"
                 )
-            for group in groups:
+        return ""
+
+    def _places_error(self, job: CopyJob) -> str:
+        """Which block of a job without other errors cannot be copied, in one line; empty if all can."""
+        for part in job.parts:
+            for group in page_groups_of(self._groups, self._pool_of[part.group_id]):
                 error = group.part_error(part, job.direction, job.rank)
                 if error:
                     return error

@@ -83,11 +83,13 @@ class TierPools:
             )
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
+        self._of_chunks = [group for group in self.groups if group.group_id != self._state_group_id]
+        self._of_states = [group for group in self.groups if group.group_id == self._state_group_id]
         self._division: PoolDivision | None = None
         if pools.num_segments:
             self._division = PoolDivision(
-                HostPool(self._of_chunks(), chunk_limit, pools.chunks.first_segments),
-                HostPool(self._of_states(), state_limit, pools.states.first_segments),
+                HostPool(self._of_chunks, chunk_limit, pools.chunks.first_segments),
+                HostPool(self._of_states, state_limit, pools.states.first_segments),
                 num_segments=pools.num_segments,
             )
 
@@ -133,19 +135,13 @@ class TierPools:
             on_fail=on_fail,
         )
 
-    def _of_chunks(self) -> list[GroupCopies]:
-        return [group for group in self.groups if group.group_id != self._state_group_id]
-
-    def _of_states(self) -> list[GroupCopies]:
-        return [group for group in self.groups if group.group_id == self._state_group_id]
-
     def memories(self) -> list[HostMemory]:
         """Per page group of chunks, the host memory."""
-        return [group.memory for group in self._of_chunks()]
+        return [group.memory for group in self._of_chunks]
 
     def state_memories(self) -> list[HostMemory]:
         """Likewise, of states; none for a layout without them."""
-        return [group.memory for group in self._of_states()]
+        return [group.memory for group in self._of_states]
 
     def sources(self) -> list[GroupCopies]:
         """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
@@ -186,12 +182,12 @@ class TierPools:
     @property
     def num_chunks_ready(self) -> int:
         """Chunks of the pool that are allocated; grows to the size of the pool."""
-        return min(group.memory.arena.num_chunks_ready for group in self._of_chunks())
+        return min([group.memory.arena.num_chunks_ready for group in self._of_chunks])
 
     @property
     def num_states_ready(self) -> int:
         """Likewise, rows of the pool of states."""
-        return min((group.memory.arena.num_chunks_ready for group in self._of_states()), default=0)
+        return min([group.memory.arena.num_chunks_ready for group in self._of_states], default=0)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -200,11 +196,11 @@ class TierPools:
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of slots of chunks lost since the last call."""
-        return _take_lost(self._of_chunks())
+        return _take_lost(self._of_chunks)
 
     def take_lost_states(self) -> tuple[tuple[int, int], ...]:
         """Likewise, rows of states."""
-        return _take_lost(self._of_states())
+        return _take_lost(self._of_states)
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""

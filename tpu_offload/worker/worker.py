@@ -138,11 +138,11 @@ class OffloadWorker:
                 wrap_copier=wrap_copier,
             )
         self._storage = self._make_storage(config, layout, worker_id=worker_id)
+        self._copies: list[Any] = [c for c in (self._storage, self._tier, self._swap) if c is not None]
         setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
-        self._report = StepReport(
-            worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup
-        )
+        self._reported: tuple[Any, ...] = (0, 0, 0, 0), (), 0, (), 0, setup  # the last `_state` that was reported
+        self._report: StepReport | None = None  # of this state, once it was made
 
     def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
@@ -398,39 +398,22 @@ class OffloadWorker:
             until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S)
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
-        ready, memory = self._tier_memory()
-        num_swap = self._swap.num_blocks_ready if self._swap else ()
-        last = self._report
-        oldest, gate = (self._jobs.oldest_id, self._jobs.storage_ids), self._gate
-        if not self._jobs.has_results and (*ready, *memory, num_swap, *oldest, gate.epoch.num_losses, gate.setup) == (
-            last.num_host_chunks, last.num_host_states, last.num_host_segments, last.division_id,
-            last.num_swap_blocks, last.oldest_job_id, last.storage_job_ids, last.num_cache_losses, last.setup,
-        ):  # fmt: skip
-            return last
+        state = self._state()
+        if not self._jobs.has_results and state == self._reported:
+            if self._report is None:
+                self._report = self._make_report(state)
+            return self._report
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
         # group may come before the job's result; until then the checks of jobs refuse its places.
         lost = (self._tier.pools.take_lost(), self._tier.pools.take_lost_states()) if self._tier else ((), ())
         lost_swap = self._swap.take_lost() if self._swap else ()
-        results = self._jobs.take_results()
-        self._report = StepReport(
-            worker_id=last.worker_id,
-            results=(),
-            num_host_chunks=ready[0],
-            num_host_states=ready[1],
-            num_host_segments=memory[0],
-            division_id=memory[1],
-            lost_slots=(),
-            lost_states=(),
-            num_swap_blocks=num_swap,
-            lost_swap_blocks=(),
-            oldest_job_id=oldest[0],
-            storage_job_ids=oldest[1],
-            incarnation=last.incarnation,
-            num_cache_losses=gate.epoch.num_losses,
-            setup=gate.setup,
-        )
-        return dataclasses.replace(
-            self._report, results=results, lost_slots=lost[0], lost_states=lost[1], lost_swap_blocks=lost_swap
+        self._reported, self._report = state, None
+        return self._make_report(
+            state,
+            results=self._jobs.take_results(),
+            lost_slots=lost[0],
+            lost_states=lost[1],
+            lost_swap_blocks=lost_swap,
         )
 
     def take_written_loads(self) -> tuple[int, ...]:
@@ -449,7 +432,7 @@ class OffloadWorker:
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight, so that a later `poll` has more to report."""
-        return any(copies.has_flights for copies in self._copies())
+        return any(copies.has_flights for copies in self._copies)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -461,14 +444,14 @@ class OffloadWorker:
         until the programs are compiled (with `skip_jax_precompile`, at their first use), and on CPU, where the compiler
         counts host memory.
         """
-        return sum(copies.hbm_nbytes for copies in self._copies())
+        return sum(copies.hbm_nbytes for copies in self._copies)
 
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended are never reported.
 
         It waits at most the job timeout or `_MAX_CLOSE_S`; copies still in flight then are left to the runtime.
         """
-        waiting_on = [array for copies in self._copies() for array in copies.waiting_on(all_of_them=True)]
+        waiting_on = [array for copies in self._copies for array in copies.waiting_on(all_of_them=True)]
         timeout_s = min(self._timeout_s, _MAX_CLOSE_S)
         if not wait_for_all(waiting_on, timeout_s=timeout_s):
             num_left = sum(not is_ready(array) for array in waiting_on)
@@ -476,18 +459,39 @@ class OffloadWorker:
         self._jobs.clear()
         for pool in self._pools():  # all of them, before the first is waited for
             pool.stop_growing()
-        for copies in self._copies():
+        for copies in self._copies:
             copies.close()
 
     # Inside.
 
-    def _tier_memory(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Slots of chunks and of states that are allocated; segments of both, and the division that is carried out."""
-        if self._tier is None:
-            return (0, 0), (0, 0)
-        pools = self._tier.pools
-        pools.advance_division()
-        return (pools.num_chunks_ready, pools.num_states_ready), (pools.num_segments, pools.division_id)
+    def _state(self) -> tuple[Any, ...]:
+        """What reports say beside what has ended; mostly the same as last time."""
+        tier, swap, jobs, gate = self._tier, self._swap, self._jobs, self._gate
+        memory: tuple[int, int, int, int] = 0, 0, 0, 0
+        if tier is not None:
+            pools = tier.pools
+            pools.advance_division()
+            memory = pools.num_chunks_ready, pools.num_states_ready, pools.num_segments, pools.division_id
+        num_swap = swap.num_blocks_ready if swap is not None else ()
+        return memory, num_swap, jobs.oldest_id, jobs.storage_ids, gate.epoch.num_losses, gate.setup
+
+    def _make_report(self, state: tuple[Any, ...], **ended: Any) -> StepReport:
+        """A report of a `_state`, and of what has ended."""
+        memory, num_swap, oldest_id, storage_ids, num_losses, setup = state
+        return StepReport(
+            worker_id=self._gate.epoch.worker_id,
+            num_host_chunks=memory[0],
+            num_host_states=memory[1],
+            num_host_segments=memory[2],
+            division_id=memory[3],
+            num_swap_blocks=num_swap,
+            oldest_job_id=oldest_id,
+            storage_job_ids=storage_ids,
+            incarnation=self._gate.epoch.incarnation,
+            num_cache_losses=num_losses,
+            setup=setup,
+            **{"results": (), **ended},
+        )
 
     def _refuse(self, jobs: Iterable[CopyJob], error: str) -> None:
         for job in jobs:
@@ -502,10 +506,7 @@ class OffloadWorker:
     def _collectable(self) -> list[StorageStack | TierCopies | SwapCopies]:
         """All copies, but not storage while a forward pass may have the segment that it would write."""
         awaits_pass = self._tier is not None and self._tier.awaits_pass
-        return [copies for copies in self._copies() if not (awaits_pass and copies is self._storage)]
-
-    def _copies(self) -> list[StorageStack | TierCopies | SwapCopies]:
-        return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
+        return [copies for copies in self._copies if not (awaits_pass and copies is self._storage)]
 
     def _pools(self) -> list[TierPools | SwapCopies]:
         tier = self._tier.pools if self._tier is not None else None
