@@ -34,8 +34,8 @@ def figures(path, seconds, delay_s, direction=SAVE, num_blocks=1):
     delay, reported = (None, None) if delay_s is None else (Spread.of([delay_s]), spread)
     return Figures(
         path, direction, num_blocks, nbytes=1, num_fused_blocks=0, num_rounds=1, seconds=alone, gb_per_s=alone,
-        dispatch_s=alone, limit_gb_per_s=spread, peer_gb_per_s=None, of_limit=alone, of_peer=None, delay_s=delay,
-        reported_s=reported, step_s=delay,
+        dispatch_s=alone, limit_gb_per_s=spread, peer_gb_per_s=None, of_limit=alone, of_peer=None,
+        empty_s=None, of_floor=None, delay_s=delay, reported_s=reported, step_s=delay,
     )  # fmt: skip
 
 
@@ -169,6 +169,8 @@ def test_one_direction_alone(small_buffers, direction):
     (one,) = bench.measure(2, seconds=60, max_rounds=2)
     assert (one.direction, one.num_rounds) == (direction, 2)
     assert one.of_peer.median > 0
+    assert one.empty_s.median > 0
+    assert one.of_floor.median > one.of_limit.median, "more time for the same bytes"
     bench.close()
 
 
@@ -203,6 +205,7 @@ def test_a_failed_path_leaves_the_others_alone(small_buffers, monkeypatch):
     left = {(path, direction) for path in PATHS for direction in Direction} - {(STAGED, LOAD)}
     assert {(f.path, f.direction) for f in found} == left
     assert all(f.num_rounds == 2 for f in found)
+    assert all((f.of_floor is not None) is (f.path is DIRECT) for f in found), "no other path has such a program"
     bench.close()
 
 

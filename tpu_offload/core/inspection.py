@@ -9,8 +9,9 @@ from tpu_offload.core.completion import late_account
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import TierEvent, TierEventKind
 from tpu_offload.core.index import Changes, Checkpoint, ChunkState
-from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
+from tpu_offload.core.load_stages import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.storage_stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap

@@ -3,7 +3,6 @@
 A job ends when every worker has reported it, or has acknowledged that it will report it no more, or at its deadline.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +35,6 @@ def label_of(request_ids: Sequence[str]) -> str:
 
 
 @final
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """A job in flight, of any kind, and the resources that it holds until it ends (see `core.completion`).
 
@@ -66,28 +64,44 @@ class Job:
       copy_s: the longest time that a worker measured for the copy alone; 0 when none did.
     """
 
-    wire: CopyJob
-    label: str
-    account: str
-    keys: Sequence[ChunkKey]
-    slots: tuple[int, ...]
-    pool_blocks: tuple[tuple[int, ...], ...]
-    num_valid_tokens: int
-    nbytes: int
-    breaker: CircuitBreaker
-    deadline_s: float
-    waiting_for: set[int]
-    checkpoint: Checkpoint | None = None
-    state: JobState = JobState.PLANNED
-    all_failed: bool = False
-    failed_blocks: set[int] = dataclasses.field(default_factory=set)
-    copy_failed: bool = False
-    detached: bool = False
-    missing: set[int] = dataclasses.field(default_factory=set)
-    num_found: tuple[int, ...] = ()
-    error: str = ""
-    duration_s: float = 0.0
-    copy_s: float = 0.0
+    def __init__(
+        self,
+        *,
+        wire: CopyJob,
+        label: str,
+        account: str,
+        keys: Sequence[ChunkKey],
+        slots: tuple[int, ...],
+        pool_blocks: tuple[tuple[int, ...], ...],
+        num_valid_tokens: int,
+        nbytes: int,
+        breaker: CircuitBreaker,
+        deadline_s: float,
+        waiting_for: set[int],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.wire = wire
+        self.label = label
+        self.account = account
+        self.keys = keys
+        self.slots = slots
+        self.pool_blocks = pool_blocks
+        self.num_valid_tokens = num_valid_tokens
+        self.nbytes = nbytes
+        self.breaker = breaker
+        self.deadline_s = deadline_s
+        self.waiting_for = waiting_for
+        self.checkpoint = checkpoint
+        self.state: JobState = JobState.PLANNED
+        self.all_failed = False
+        self.failed_blocks: set[int] = set()
+        self.copy_failed = False
+        self.detached = False
+        self.missing: set[int] = set()
+        self.num_found: tuple[int, ...] = ()
+        self.error = ""
+        self.duration_s = 0.0
+        self.copy_s = 0.0
 
     @property
     def job_id(self) -> int:
@@ -164,49 +178,6 @@ class Job:
             self.mark_failed(f"worker {worker_id} found {num_found!r:.100} chunks in prefixes of {lengths!r:.100}")
             return
         self.num_found = tuple(map(min, self.num_found or num_found, num_found))
-
-
-@final
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class WaitingLoad:
-    """A load that no plan contains yet, so it has no job id.
-
-    Attributes:
-      request_id: the engine's request.
-      account: the holder of the staging blocks.
-      parts: the blocks of HBM, and their places in the host tier.
-      keys: the chunks that hold them; pinned.
-      slots: the chunks' slots in the host tier.
-      num_valid_tokens: the request's tokens that were in HBM before it.
-      num_staging_blocks: staging blocks that it holds; 0 if it needs none, or waits for some.
-      checkpoint: the checkpoint that it reads; held. None without windows and states.
-      waits_until_s: time after which it stops waiting for staging blocks.
-      failed_blocks: positions of blocks that can no longer be copied.
-      all_failed: none of its blocks can be used.
-      error: why.
-    """
-
-    request_id: str
-    account: str
-    parts: tuple[CopyPart, ...]
-    keys: Sequence[ChunkKey]
-    slots: tuple[int, ...]
-    num_valid_tokens: int
-    num_staging_blocks: int
-    waits_until_s: float
-    checkpoint: Checkpoint | None = None
-    failed_blocks: set[int] = dataclasses.field(default_factory=set)
-    all_failed: bool = False
-    error: str = ""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that will move."""
-        return sum([len(part.block_ids) for part in self.parts])
-
-    def num_blocks_without(self, group_id: int | None) -> int:
-        """Those that will move in all layer groups but this one."""
-        return sum([len(part.block_ids) for part in self.parts if part.group_id != group_id])
 
 
 @final

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import final
 
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.load_stages import WaitingLoad
 from tpu_offload.types import Direction, JobKind
 
 

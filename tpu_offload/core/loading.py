@@ -7,8 +7,9 @@ from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
 from tpu_offload.core.index import Checkpoint, ChunkState
-from tpu_offload.core.jobs import WaitingLoad, host_blocks
-from tpu_offload.core.request_state import Promise, RequestState
+from tpu_offload.core.jobs import host_blocks
+from tpu_offload.core.load_stages import Promise, WaitingLoad
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage_stack import StorageStackPlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction

@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import cast, final
 
 from tpu_offload.core.block_tables import Ids, read_hashes
 from tpu_offload.core.engine_api import NO_LIMITS, RequestLimits
 from tpu_offload.core.index import Checkpoint
-from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.load_stages import Promise, WaitingLoad
 from tpu_offload.core.policies import Use
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import PrefixKeys, last_block_hash
@@ -18,32 +19,7 @@ from tpu_offload.types import BlockHash, ChunkKey
 _MAX_LISTED = 128
 
 
-@dataclasses.dataclass(slots=True)
-class Promise:
-    """What a match granted: pinned chunks and, for a staged load, reserved staging blocks.
-
-    Attributes:
-      first_block: index, in the request, of the first block to load.
-      num_blocks: blocks to load from there.
-      num_tokens: tokens that the engine does not have to compute.
-      keys: the chunks that hold those blocks; pinned.
-      slots: their slots.
-      num_staging_blocks: staging blocks that the load holds; 0 if it needs none, or will wait for some.
-      checkpoint: the pieces at its end; held. None without windows and states.
-      lost: the host memory of some chunks is gone; the load will fail.
-    """
-
-    first_block: int
-    num_blocks: int
-    num_tokens: int
-    keys: Sequence[ChunkKey]
-    slots: tuple[int, ...]
-    num_staging_blocks: int
-    checkpoint: Checkpoint | None = None
-    lost: bool = False
-
-
-@dataclasses.dataclass(slots=True)
+@final
 class RequestState:
     """A request between its first match and its end or preemption.
 
@@ -93,44 +69,45 @@ class RequestState:
         match found in HBM hold its KV.
     """
 
-    request_id: str
-    account: str
-    use: Use
-    namespace: bytes
-    limits: RequestLimits = NO_LIMITS
-    keys: list[ChunkKey] | PrefixKeys = dataclasses.field(default_factory=list)
-    promise: Promise | None = None
-    load: Job | WaitingLoad | None = None
-    block_tables: list[Ids] = dataclasses.field(default_factory=list)
-    num_offered_chunks: int = 0
-    num_gone_chunks: int = 0
-    num_tried_chunks: int = 0
-    num_found_chunks: int = 0
-    num_looked_up_tokens: int = 0
-    num_found_tokens: int = 0
-    num_saved_chunks: int = 0
-    num_checkpoint_chunks: int = 0
-    junction_chunk: int = 0
-    checkpoint_chunk: int = 0
-    last_boundary: int = 0
-    target_chunk: int = 0
-    awaits_checkpoint: bool = False
-    rolling: Checkpoint | None = None
-    num_deferred_chunks: int = 0
-    backoff_until_s: float = 0.0
-    at_load_limit: bool = False
-    num_cut_load_blocks: int = 0
-    awaits_staging: bool = False
-    arriving_since_s: float | None = None
-    storage_wait_s: float | None = None
-    num_asked_chunks: int = 0
-    num_asked_boundaries: int = 0
-    awaited_lookup: ChunkKey | None = None
-    lookup_wait_s: float = 0.0
-    num_skipped_tokens: int = 0
-    revoked: Promise | None = None
-    can_save: bool = True
-    has_kv: bool = True
+    def __init__(self, request_id: str, *, account: str, use: Use, namespace: bytes) -> None:
+        self.request_id = request_id
+        self.account = account
+        self.use = use
+        self.namespace = namespace
+        self.limits: RequestLimits = NO_LIMITS
+        self.keys: list[ChunkKey] | PrefixKeys = []
+        self.promise: Promise | None = None
+        self.load: Job | WaitingLoad | None = None
+        self.block_tables: list[Ids] = []
+        self.num_offered_chunks = 0
+        self.num_gone_chunks = 0
+        self.num_tried_chunks = 0
+        self.num_found_chunks = 0
+        self.num_looked_up_tokens = 0
+        self.num_found_tokens = 0
+        self.num_saved_chunks = 0
+        self.num_checkpoint_chunks = 0
+        self.junction_chunk = 0
+        self.checkpoint_chunk = 0
+        self.last_boundary = 0
+        self.target_chunk = 0
+        self.awaits_checkpoint = False
+        self.rolling: Checkpoint | None = None
+        self.num_deferred_chunks = 0
+        self.backoff_until_s = 0.0
+        self.at_load_limit = False
+        self.num_cut_load_blocks = 0
+        self.awaits_staging = False
+        self.arriving_since_s: float | None = None
+        self.storage_wait_s: float | None = None
+        self.num_asked_chunks = 0
+        self.num_asked_boundaries = 0
+        self.awaited_lookup: ChunkKey | None = None
+        self.lookup_wait_s = 0.0
+        self.num_skipped_tokens = 0
+        self.revoked: Promise | None = None
+        self.can_save = True
+        self.has_kv = True
 
     def limit(self, limits: RequestLimits) -> None:
         """Sets the limits, and the priority that policies see."""

@@ -12,8 +12,9 @@ from typing import final
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import FailedLoad, FinishedTransfer
 from tpu_offload.core.index import overlaps
-from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
+from tpu_offload.core.load_stages import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
 

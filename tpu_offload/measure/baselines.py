@@ -1,7 +1,8 @@
-"""Baselines of the copy measurements: the machine's limit, and the peer's method.
+"""Baselines of the copy measurements: the machine's limit, jax's floor, and the peer's method.
 
-`Memcpy` is the limit on a CPU, where "HBM" is host memory; `BusCopies` is the limit on an accelerator.
-`PeerCopies` is the method of tpu-inference's connector.
+`Memcpy` is the limit on a CPU, where "HBM" is host memory; `BusCopies` is the limit on an accelerator. `EmptyCopies`
+are the programs of the direct path with nothing to copy: below that no jax program comes. `PeerCopies` is the method of
+tpu-inference's connector.
 """
 
 import functools
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from tpu_offload.kernels import TransferSpec
+from tpu_offload.kernels import BlockMoves, Copier, Flight, TransferSpec
 from tpu_offload.measure.compiling import compile_in_background
 from tpu_offload.types import Direction
 
@@ -110,6 +111,35 @@ class BusCopies:
 
         # The target is unused in the program, but must stay an argument: the output is written to its memory.
         return jax.jit(copy, donate_argnums=0, keep_unused=True, out_shardings=self._sharding(kind))
+
+
+@final
+class EmptyCopies:
+    """Copies of no blocks: what jax takes to start a program with all of its arguments, and to tell that it has ended.
+
+    Args:
+      copier: the one whose copies are measured, so that the programs and their arguments are the same.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._flight: Flight | None = None
+        none = np.zeros(0, np.int32)
+        self._moves = BlockMoves(none.astype(np.int64), none, none)
+
+    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
+        """See `Method`."""
+        if direction is Direction.SAVE:
+            self._flight = self._copier.save(0, self._moves, caches)
+        else:
+            self._flight, caches = self._copier.load(0, self._moves, list(caches))
+        return caches
+
+    def finish(self, caches: Caches) -> Caches:
+        """See `Method`."""
+        assert self._flight is not None, "nothing was dispatched"
+        self._flight.waiting_on.block_until_ready()
+        return caches
 
 
 @final

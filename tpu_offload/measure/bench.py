@@ -18,7 +18,7 @@ import jax
 
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
-from tpu_offload.measure.baselines import BusCopies, Memcpy, Method, PeerCopies
+from tpu_offload.measure.baselines import BusCopies, EmptyCopies, Memcpy, Method, PeerCopies
 from tpu_offload.measure.figures import PATHS, Failure, Figures, Spread
 from tpu_offload.measure.model_step import ModelStep
 from tpu_offload.measure.worker_copies import Geometry, JobTimes, WorkerCopies, time_steps
@@ -30,7 +30,7 @@ _WALK_NBYTES = 256 * 2**20  # on a CPU, at least this size is walked through: se
 _DEFAULT_COMPILE_S = 600.0
 
 
-_Key = tuple[CopyPath | str, Direction]  # a path, "limit" or "peer"
+_Key = tuple[CopyPath | str, Direction]  # a path, "limit", "empty" or "peer"
 
 
 class TransferBench:
@@ -114,10 +114,13 @@ class TransferBench:
             ),
         )
         try:
-            self._workers[path] = WorkerCopies(config, self._caches)
+            self._workers[path] = worker = WorkerCopies(config, self._caches)
         except Exception as e:
             for direction in directions:
                 self._fail(path, direction, e)
+        else:
+            if path is CopyPath.DIRECT:
+                self._baselines["empty"] = EmptyCopies(worker.copiers[0])  # one for both directions
 
     def _wait_for_fused(self, step: ModelStep, give_up_s: float) -> None:
         for direction in [direction for path, direction in self._working() if path is CopyPath.FUSED]:
@@ -190,6 +193,8 @@ class TransferBench:
     def _renew_worker(self, path: CopyPath) -> None:
         """Replaces the worker of a failed copy: its copies in flight would be taken for the next job."""
         works = [direction for other, direction in self._working() if other is path]
+        if path is CopyPath.DIRECT:
+            self._baselines.pop("empty", None)
         self._workers.pop(path).worker.close()
         if works:
             self._add_worker(path, works)
@@ -224,6 +229,8 @@ class TransferBench:
                 if isinstance(name, CopyPath):
                     self._fail(name, direction, e)
                     self._renew_worker(name)
+                elif name == "empty":  # as the path itself will
+                    del self._baselines[name]
                 else:
                     self._skip_peer(e)
         return times
@@ -266,7 +273,8 @@ class TransferBench:
             return None if None in values else Spread.of(values)
 
         def others(name: str) -> list[float]:
-            return [r[name, direction].seconds or 0.0 for r in rounds] if name in self._baselines else []
+            found = [r[name, direction].seconds or 0.0 for r in rounds if (name, direction) in r]
+            return found if name in self._baselines and len(found) == len(rounds) else []
 
         def rate(times: Sequence[float]) -> Spread | None:
             return Spread.of([nbytes / t / 1e9 for t in times]) if times else None
@@ -276,6 +284,8 @@ class TransferBench:
 
         seconds = [times.seconds for times in ours if times.seconds is not None]
         limit, peer = others("limit"), others("peer")
+        empty = others("empty") if path is CopyPath.DIRECT else []
+        floor = [a + b for a, b in zip(limit, empty, strict=True)] if empty else []
         limit_rate = rate(limit)
         assert limit_rate is not None, "the limit is always measured"
         return Figures(
@@ -292,6 +302,8 @@ class TransferBench:
             peer_gb_per_s=rate(peer),
             of_limit=ratio(limit),
             of_peer=ratio(peer),
+            empty_s=Spread.of(empty) if empty else None,
+            of_floor=ratio(floor),
             delay_s=spread("delay_s"),
             reported_s=spread("reported_s"),
             step_s=spread("step_s"),

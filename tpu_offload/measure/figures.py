@@ -10,6 +10,8 @@ its own:
               and donated pinned memory, so the rate of the bus
   of_peer     seconds of the peer's method / ours: the speed-up over gather, split and one `device_put` per
               block (saves), or one `device_put` per block, a wait, a scatter and a wait (loads)
+  empty_s     of `direct`: seconds of the same program with no blocks to copy, so what jax takes to run it
+  of_floor    (seconds of the limit + empty_s) / ours: 1 is what a jax program can do
 
 Measured while a model runs, which makes all paths comparable. The step is the same for all paths, except that fused
 copies are compiled into it:
@@ -84,6 +86,8 @@ class Figures:
     peer_gb_per_s: Spread | None
     of_limit: Spread | None
     of_peer: Spread | None
+    empty_s: Spread | None
+    of_floor: Spread | None
     delay_s: Spread | None
     reported_s: Spread | None
     step_s: Spread | None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import InputError, TransferError
+from tpu_offload.kernels import ArenaView, Copier
 from tpu_offload.layout import KVLayout
 from tpu_offload.measure.baselines import Caches
 from tpu_offload.measure.model_step import ModelStep
@@ -87,12 +88,16 @@ class WorkerCopies:
     Raises:
       InputError: too little memory for the host pool.
 
+    Attributes:
+      copiers: those of its host tier, of one direction or both.
+
     `dispatch` and `finish` run no model step, so the fused path copies directly there.
     """
 
     def __init__(self, config: OffloadConfig, caches: Caches) -> None:
         layout = KVLayout.from_caches(caches, block_size=caches[0].shape[1])
-        self.worker = OffloadWorker(config, layout, caches, fused=True)
+        self.copiers: list[Copier] = []
+        self.worker = OffloadWorker(config, layout, caches, fused=True, wrap_copier=self._note)
         give_up_s = time.monotonic() + _ALLOCATION_TIMEOUT_S
         while (num_ready := self.worker.poll().num_host_chunks) < self.worker.num_host_chunks:
             if time.monotonic() > give_up_s:
@@ -107,6 +112,10 @@ class WorkerCopies:
         self._next_id = 0
         with contextlib.suppress(TransferError):  # a path that fails will fail again when it is measured
             self._fill(caches)
+
+    def _note(self, copier: Copier, _: ArenaView) -> Copier:
+        self.copiers.append(copier)
+        return copier
 
     def _fill(self, caches: Caches) -> None:
         """Saves to every position once: a worker loads only what it has saved."""
