@@ -286,7 +286,7 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
     if vllm_config.speculative_config is not None:
         yield (
             f"{given} with speculative decoding: vLLM asks all stages for drafts, and those of tpu-inference 0.32 but "
-            "the last raise, so requests wait for ever; remove --speculative-config"
+            "the last raise, so a step times out and ends the engine; remove --speculative-config"
         )
 
 
