@@ -70,17 +70,41 @@ class RankedSteps(llm_runs.EngineRun):
             engine.step()
 
     def drive_and_pause(self, prompts: list[list[int]], after: int, **sampling: Any) -> dict[str, Any]:
-        """Pauses after some steps, clears all caches, as for new weights, and goes on."""
-        engine, tokens = self._llm.llm_engine, dict[str, list[int]]()
+        """Pauses after some steps, clears all caches, as for new weights, and goes on.
+
+        As a served engine does, it goes on with steps until it has no work, and clears then.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        engine, tokens, num_paused = self._llm.llm_engine, dict[str, list[int]](), 0
         ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
         for number in range(llm_runs._STEP_LIMIT):
             if number == after:
+                self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+                while self._scheduler.has_requests() or self._core.batch_queue:
+                    self._core.step_fn()
+                    num_paused += 1
                 self._core.pause_scheduler("keep", clear_cache=True)
                 self._core.resume_scheduler()
             tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
             if not engine.has_unfinished_requests():
                 break
-        return {"tokens": [tokens[name] for name in ids]}
+        return {"tokens": [tokens[name] for name in ids], "num_paused": num_paused}
+
+    def drive_and_reset(self, prompts: list[list[int]], after: int, **sampling: Any) -> dict[str, Any]:
+        """Resets with all running requests after some steps, and goes on. Returns the error of the reset."""
+        engine, tokens, error = self._llm.llm_engine, dict[str, list[int]](), ""
+        ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
+        for number in range(llm_runs._STEP_LIMIT):
+            if number == after:
+                try:
+                    self._llm.reset_prefix_cache(reset_running_requests=True)
+                except Exception as e:
+                    error = str(e)
+            tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+            if not engine.has_unfinished_requests():
+                break
+        return {"tokens": [tokens[name] for name in ids], "error": error}
 
 
 class RankedRun(RankedSteps):

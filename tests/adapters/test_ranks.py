@@ -251,6 +251,32 @@ def test_a_pause_that_clears_the_cache_while_requests_wait_for_loads(ranked):
     check_end(outcome)
 
 
+def test_a_pause_in_the_middle_of_loads_waits_for_them(ranked):
+    """These are loaded in pieces, one a step: vLLM cannot clear its cache before the last one is written."""
+    prompts = [tokens(f"document {i}", 90) for i in range(6)]
+    both = {"do": "generate", "prompts": prompts}
+    paused = {"do": "drive_and_pause", "prompts": prompts, "after": 1}
+    spec = {"model": MODEL, "engine": MANY, "connector": ours(max_load_gb_per_step=1e-5)}
+    outcome = ranked.run(spec | {"steps": [both, {"do": "drain"}, {"do": "reset_hbm"}, paused]})
+    first, second = answers(outcome)
+    assert first == second
+    assert outcome["steps"][-1]["num_paused"] > 0
+    check_end(outcome)
+
+
+def test_a_reset_that_fails_in_the_middle_of_loads_does_not_end_the_engine(ranked):
+    """It fails in both ranks; the answer of each is read."""
+    prompts = [tokens(f"document {i}", 90) for i in range(6)]
+    both = {"do": "generate", "prompts": prompts}
+    reset = {"do": "drive_and_reset", "prompts": prompts, "after": 1}
+    spec = {"model": MODEL, "engine": MANY, "connector": ours(max_load_gb_per_step=1e-5)}
+    outcome = ranked.run(spec | {"steps": [both, {"do": "drain"}, {"do": "reset_hbm"}, reset, both]})
+    first, second, third = answers(outcome)
+    assert first == second == third
+    assert "Failed to reset KV cache" in outcome["steps"][-2]["error"]
+    check_end(outcome)
+
+
 LATENT = {"tensor_parallel_size": 2, "max_model_len": 512, "num_gpu_blocks_override": 16}
 # By the layout of tpu-inference's pages, the size of a block: both layers, with latents of 64 padded to 128 elements
 # and rotary keys of 32 padded to 128 in the packed layout only.

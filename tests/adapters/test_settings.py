@@ -127,6 +127,10 @@ STAGES = {"parallel": {"pipeline_parallel_size": 2}}
         ({"transfer": {"kv_connector_extra_config": {"swap_gb": "auto"}}}, "set TPU_OFFLOAD_DECODE_SAVE=1"),
         (STAGES | {"async_scheduling": True}, "pipeline_parallel_size=2 with async scheduling: .*; set --no-async-sch"),
         (
+            STAGES | {"speculative_config": object()},
+            "pipeline_parallel_size=2 with speculative decoding: .*; remove --spec",
+        ),
+        (
             STAGES | {"transfer": {"kv_connector_extra_config": {"patch_runner": False}}},
             "pipeline_parallel_size=2 with TPU_OFFLOAD_PATCH_RUNNER=0: tpu-inference 0.32 drops .*; unset it",
         ),

@@ -1,6 +1,7 @@
 """Two embedded engines above one shared tier: what one stores, the other finds, whatever the server does meanwhile."""
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 from tests.engine.helpers import TINY, num_loaded, rounds, serve_rounds, tokens_of
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
-from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, tier_of
+from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
 from tpu_offload.engine import Engine
+from tpu_offload.engine.runner import random_weights
 from tpu_offload.types import BlockHash
 from tpu_offload.worker import OffloadWorker
 
@@ -233,6 +235,50 @@ def test_an_idle_engine_does_not_spin():
         assert len(polls) < 70, "each one waits for the answer, a second at most"
         while engine.has_unfinished:
             engine.step()
+
+
+NEW_WEIGHTS = 1
+
+
+def test_engines_that_get_new_weights_one_after_the_other():
+    """Each is reset then, while the other reads and writes what it knows; a third one finds nothing of before."""
+    weights = [random_weights(dataclasses.replace(TINY, seed=seed)) for seed in (TINY.seed, NEW_WEIGHTS)]
+    expected = []
+    for of_model in weights:
+        engine = Engine(TINY, TIGHT)
+        engine._runner._weights = of_model
+        expected.append(tokens_of(serve_rounds(engine, rounds())))
+    with valkey() as (_, url), engine_above(url) as first, engine_above(url) as second:
+        versions = {id(first): 0, id(second): 0}
+
+        def serve_at_once():
+            """A step each at a time; first is a round ahead."""
+            running = {id(first): 1, id(second): 0}
+            for engine in (first, second):
+                for request in rounds()[running[id(engine)]]:
+                    engine.add_request(request)
+            while first.has_unfinished or second.has_unfinished:
+                for engine in (first, second):
+                    for output in engine.step():
+                        if output.finished:
+                            right = expected[versions[id(engine)]][output.request_id]
+                            assert output.tokens == right, f"{output.request_id} with weights {versions[id(engine)]}"
+                    engine.check_invariants()
+
+        serve_at_once()
+        for engine in (first, second):
+            versions[id(engine)] = NEW_WEIGHTS
+            engine._runner._weights = weights[NEW_WEIGHTS]
+            engine.reset_cache()
+            serve_at_once()
+        serve_at_once()
+        for engine in (first, second):
+            settle(engine)
+            assert engine.offload_stats().promoted_chunks > 0
+        with engine_above(url) as third:
+            outputs = serve_rounds(third, rounds()[:1])
+            assert tokens_of(outputs) == others(expected[0], outputs)
+            assert third.offload_stats().found_storage_chunks == 0
 
 
 def test_no_engine_deletes_what_another_has_stored(plain):

@@ -118,7 +118,7 @@ class SchedulerSide:
         self._load_timing = LoadTiming(sync_load=bool(config.sync_load), block_size=block_size)
         self._scheduler_id = uuid.uuid4().hex
         self._has_ranks = num_ranks > 1
-        # A `DPScheduler` makes no steps for copies in flight alone.
+        # A `DPScheduler` alone makes no steps for copies in flight, see `rank_reports`.
         self._clock = StepClock(clock) if self._has_ranks else clock
         # Only where prefill is compared with loads, and a step has all that the engine computes at a time.
         is_timed = config.effective_load_mode is LoadMode.AUTO and num_ranks == 1 and num_stages == 1

@@ -283,6 +283,11 @@ def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: O
             f"{given} with async scheduling: tpu-inference 0.32 does not give the sampled tokens to the first stage; "
             "set --no-async-scheduling"
         )
+    if vllm_config.speculative_config is not None:
+        yield (
+            f"{given} with speculative decoding: vLLM asks all stages for drafts, and those of tpu-inference 0.32 but "
+            "the last raise, so a step times out and ends the engine; remove --speculative-config"
+        )
 
 
 def _problem_of_distant_stages() -> str:

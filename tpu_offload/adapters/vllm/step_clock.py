@@ -10,8 +10,9 @@ _MAX_STEP_S = 1.0
 class StepClock:
     """Seconds, monotonic; those without a step are left out.
 
-    With data-parallel ranks the engine makes no steps while it computes nothing, so reports of copies wait for the next
-    request. Measured by a plain clock, these copies would time out first.
+    With data-parallel ranks, and without this package's plugin (see `rank_reports`), the engine makes no steps while it
+    computes nothing, so reports of copies wait for the next request. Measured by a plain clock, these copies would time
+    out first.
 
     Args:
       clock: seconds, monotonic.
