@@ -28,6 +28,7 @@ class Passes:
     ) -> None:
         self.runners, self.requests, self.is_async = runners, requests, is_async
         self.num_wrong = 0
+        self.wrong_anyway: set[str] = set()  # requests that are wrong without any connector
         # Of the steps that began before the last report arrived: requests that were wrong, and invalid blocks.
         self._wrong_before: deque[set[str]] = deque(maxlen=num_ahead)
         self._invalid_before: deque[set[int]] = deque(maxlen=num_ahead)
@@ -58,7 +59,8 @@ class Passes:
         may_be_wrong = {
             request_id
             for request_id in output.num_scheduled_tokens
-            if self._holds(request_id, set().union(invalid, *self._invalid_before))
+            if request_id in self.wrong_anyway
+            or self._holds(request_id, set().union(invalid, *self._invalid_before))
             or any(request_id in wrong for wrong in self._wrong_before)
         }
         inputs: dict[str, Prefix] = {}

@@ -54,9 +54,8 @@ def delay(worker, rng: random.Random, rate: float) -> None:
 
     def poll(*, wait: bool = False):
         if not wait and rng.random() < rate:
-            return StepReport(
-                worker_id=worker._report.worker_id, results=(), num_host_chunks=worker._report.num_host_chunks
-            )
+            last = worker._make_report(worker._reported)
+            return StepReport(worker_id=last.worker_id, results=(), num_host_chunks=last.num_host_chunks)
         return real(wait=wait)
 
     worker.poll = poll

@@ -237,7 +237,7 @@ def test_copies_into_lost_caches_are_ignored():
     stack.serve("a2", other)
     stack.scheduler.reset_prefix_cache()
     (worker,) = stack.workers
-    worker.poll, poll = lambda wait=False: worker._report, worker.poll
+    worker.poll, poll = lambda wait=False: worker._make_report(worker._reported), worker.poll
     stack.add("b", tokens)  # written, but not yet observed to finish
     stack.step()
     assert stack.offload.stats().num_jobs_in_flight == 1

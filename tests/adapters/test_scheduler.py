@@ -51,7 +51,7 @@ def test_a_request_waits_for_its_load_while_others_run():
     (worker,) = stack.workers  # no load is ever written
     worker.take_written_loads = lambda: ()
     holds, poll = [True], worker.poll
-    worker.poll = lambda wait=False: worker._report if holds else poll(wait=False)
+    worker.poll = lambda wait=False: worker._make_report(worker._reported) if holds else poll(wait=False)
     before = len(stack.outputs["other"])
     for _ in range(4):
         stack.step()

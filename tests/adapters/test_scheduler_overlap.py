@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 @contextlib.contextmanager
 def results_held_back(worker):
     """Copies of this worker are dispatched, but never observed to finish."""
-    worker.poll = lambda wait=False: worker._report
+    worker.poll = lambda wait=False: worker._make_report(worker._reported)
     yield
     del worker.poll
 
@@ -147,4 +147,29 @@ def test_a_session_whose_last_token_is_withdrawn(async_scheduling, num_tokens):
         stack.scheduler.reset_prefix_cache()
         stack.serve("again", [*all_tokens, 7])
     assert stack.offload.stats().matched_tokens >= num_tokens + 16
+    stack.check_end()
+
+
+@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("num_tokens", range(12, 21))
+def test_a_session_with_drafts_shares_nothing_after_its_first_prompt(num_tokens, resets):
+    """vLLM counts drafts that it has accepted beyond a turn's last token as computed tokens of the next turn."""
+    stack = make_stack(num_blocks=24, num_spec_tokens=3, guess=lambda: True, decode_save=True)
+    stack.passes.wrong_anyway.add("s")
+    session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=2, resumable=True)
+    for turn in range(2):
+        for _ in range(30):
+            stack.step()
+        assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        stack.outputs["s"] = []
+        stack.more("s", prompt(9, seed=30 + turn), max_tokens=2)
+    for _ in range(30):
+        stack.step()
+    all_tokens = list(session.all_token_ids)
+    stack.abort("s")
+    stack.drain()
+    stack.outputs["s"] = []
+    if resets:  # else vLLM's own prefix cache would have its blocks
+        stack.scheduler.reset_prefix_cache()
+    stack.serve("again", [*all_tokens, 7])
     stack.check_end()

@@ -113,6 +113,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 state_groups=state_groups(kv_cache_config),
                 retains_all_states=kv_cache_config.prefix_cache_retention_interval is None,
                 num_ranks=count_ranks(vllm_config),
+                has_drafts=vllm_config.speculative_config is not None,
                 event_groups=event_groups(kv_cache_config),
                 record_events=events is not None and events.enable_kv_cache_events,
             )

@@ -78,6 +78,7 @@ class SchedulerSide:
       event_groups: how KV events name each of the library's layer groups, see `to_kv_events`.
       record_events: whether `take_events` is called.
       num_ranks: data-parallel ranks of the engine, each with a scheduler side like this one.
+      has_drafts: the engine decodes speculatively.
       clock: monotonic seconds.
     Raises:
       ConfigError: the eviction policy cannot be created.
@@ -96,6 +97,7 @@ class SchedulerSide:
         event_groups: Sequence[Sequence[EventGroup]] = (),
         record_events: bool,
         num_ranks: int = 1,
+        has_drafts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_workers = num_workers
@@ -117,7 +119,7 @@ class SchedulerSide:
         )
         self._load_timing = LoadTiming(sync_load=bool(config.sync_load), block_size=block_size)
         self._scheduler_id = uuid.uuid4().hex
-        self._has_ranks = num_ranks > 1
+        self._has_ranks, self._has_drafts = num_ranks > 1, has_drafts
         # A `DPScheduler` alone makes no steps for copies in flight, see `rank_reports`.
         self._clock = StepClock(clock) if self._has_ranks else clock
         # Only where prefill is compared with loads, and a step has all that the engine computes at a time.
@@ -187,6 +189,10 @@ class SchedulerSide:
         if request_id not in self._unfinished:
             self._unfinished[request_id] = request
             self._limits[request_id] = read_limits(request_id, request.kv_transfer_params, self._warn_of_limits)
+            if self._has_drafts and request.resumable:
+                # vLLM 0.32 counts drafts that were accepted beyond the last token of a turn as computed tokens of the
+                # next turn, whose tokens are others: what follows the first prompt may be wrong.
+                self._tainted.add(request_id, (), request)
         limits = self._limits[request_id]
         if self._awaits_stored_chunks:
             return None, False
