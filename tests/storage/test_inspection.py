@@ -36,7 +36,8 @@ from tpu_offload.storage import file as file_module
 from tpu_offload.storage.format import PAGE_NBYTES, RecordFormat
 from tpu_offload.storage.object import open_store
 from tpu_offload.storage.url_options import UrlOptions
-from tpu_offload.storage.valkey import EXAMPLE, SCHEMES, connector
+from tpu_offload.storage.valkey import connector
+from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
 ROOT = Path(__file__).parents[2]
 NBYTES = SPEC.record_nbytes
@@ -90,7 +91,7 @@ WITH_NAMES = pytest.mark.parametrize("store", ["file://", "s3", "valkey"], indir
 
 
 def _client(options):
-    client = connector(UrlOptions(options, schemes=SCHEMES, example=EXAMPLE))()
+    client = connector(server_options(UrlOptions(options, schemes=SCHEMES, example=EXAMPLE)))()
     assert isinstance(client, GlideClient)
     return client
 

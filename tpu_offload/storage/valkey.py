@@ -52,7 +52,7 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
-from tpu_offload.values import one_line
+from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
 _logger = logging.getLogger(__name__)
 
@@ -60,10 +60,6 @@ type Client = GlideClient | GlideClusterClient
 
 MARKER = "generation"
 PREFIX = "tpu_offload:"
-EXAMPLE = "valkey://host:6379"
-SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
-"""Whether a scheme has TLS."""
-_PORT = 6379
 _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
@@ -99,7 +95,8 @@ class ValkeyTier(StorageTier):
         self._where = f"{options.scheme}://{options.place}"
         ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
         self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
-        connect = connector(options)
+        server = server_options(options)
+        connect = connector(server)
         self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
         self._marker = f"{self._root}{MARKER}".encode()
         self._lock = threading.Lock()
@@ -284,61 +281,31 @@ def scan_names(client: Client, pattern: bytes) -> Iterator[list[bytes]]:
             return
 
 
-def connector(options: UrlOptions) -> Callable[[], Client]:
-    """Makes a client of a URL; it connects by its first call.
-
-    Raises:
-      ConfigError: the options are wrong.
-    """
-    use_tls = SCHEMES[options.scheme]
-    is_cluster = options.boolean("cluster", False)
-    user = options.text("user")
-    password = (options.file("password_file") or b"").decode(errors="replace").rstrip("\r\n")
-    timeout_ms = int(1000 * options.number("timeout_s", 2.0, least=0.01, most=3600))
-    connect_ms = int(1000 * options.number("connect_timeout_s", 1.0, least=0.01, most=3600))
-    certificates = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
-    options.end()
-    if user and not password:
-        raise ConfigError(f"{SETTING}: user={one_line(user)} without password_file")
-    if any(certificates) and not use_tls:
-        raise ConfigError(f"{SETTING}: certificates without TLS; expected {options.scheme}s://")
-    tls = None
-    if any(certificates):
-        tls = TlsAdvancedConfiguration(None, certificates[0], certificates[1], certificates[2])
+def connector(server: ServerOptions) -> Callable[[], Client]:
+    """Makes clients, each of which connects by its first call."""
+    tls = TlsAdvancedConfiguration(None, *server.certificates) if any(server.certificates) else None
     common: dict[str, Any] = {
-        "addresses": [_address(options, text) for text in options.place.split(",")],
-        "use_tls": use_tls,
-        "credentials": ServerCredentials(password, user or None) if password else None,
-        "request_timeout": timeout_ms,
+        "addresses": [NodeAddress(host, port) for host, port in server.addresses],
+        "use_tls": server.use_tls,
+        "credentials": ServerCredentials(server.password, server.user or None) if server.password else None,
+        "request_timeout": int(1000 * server.timeout_s),
         # The first attempt tells why; later ones are made by each call.
         "reconnect_strategy": BackoffStrategy(num_of_retries=0, factor=100, exponent_base=2),
         "lazy_connect": True,
     }
-    path = options.path.strip("/")
-    if path and (is_cluster or not path.isdecimal()):
-        raise ConfigError(f"{SETTING}: /{one_line(path)}; expected the number of a database, or none for a cluster")
+    connect_ms = int(1000 * server.connect_timeout_s)
     # Its log goes to standard error, and what it says comes back with each error.
     Logger.init(LogLevel.OFF)
-    if is_cluster:
+    if server.is_cluster:
         advanced = AdvancedGlideClusterClientConfiguration(connect_ms, tls)
         config = GlideClusterClientConfiguration(**common, advanced_config=advanced)
         return lambda: GlideClusterClient.create(config)
     alone = GlideClientConfiguration(
         **common,
-        database_id=int(path or 0),
+        database_id=server.database,
         advanced_config=AdvancedGlideClientConfiguration(connect_ms, tls),
     )
     return lambda: GlideClient.create(alone)
-
-
-def _address(options: UrlOptions, text: str) -> NodeAddress:
-    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    host, port = (host, port) if colon else (text, str(_PORT))
-    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"{SETTING}={options.scheme}://{options.place}; expected such as {EXAMPLE}, with commas between"
-        )
-    return NodeAddress(host.strip("[]"), int(port))
 
 
 def new_generation() -> str:
