@@ -1,4 +1,4 @@
-"""The `valkey` tier: records on a Valkey or Redis server or cluster that engines share, through valkey-glide.
+"""The `valkey` tier: records on a Valkey or Redis server or cluster that engines share.
 
     TPU_OFFLOAD_STORAGE_OPTIONS=valkeys://host:6379?user=kv&password_file=/run/secrets/kv&ca_file=/etc/ca.pem
 
@@ -9,10 +9,11 @@ left. If the server loses the value, by eviction or by a restart, engines write 
 
 The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
-Reads and writes have a connection each, so that no read waits behind a queue of writes, and so have lookups and the
-generation, which are small and wait for neither. The library copies a record
-before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it returns; neither
-holds the interpreter's lock.
+The client is valkey-glide, except that records on one server without TLS are read by `valkey_reader`, which is faster.
+
+Writes have a connection of their own, so that no read waits behind a queue of writes, and so have lookups and the
+generation, which are small and wait for neither. valkey-glide copies a record before `set` returns, also by a timeout,
+and `get` copies the answer into the caller's memory before it returns; neither holds the interpreter's lock.
 """
 
 import itertools
@@ -52,6 +53,7 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
+from tpu_offload.storage.valkey_reader import ValueReader
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
 _logger = logging.getLogger(__name__)
@@ -105,11 +107,12 @@ class ValkeyTier(StorageTier):
         self._left: set[str] = set()  # generations
         self._asked_s = -_ASK_S
         self._num_clears = 0
-        self._readers: Client
+        self._reader: ValueReader | _GlideReader
         self._writers: Client
         self._askers: Client
         try:
-            self._readers, self._writers, self._askers = connect(), connect(), connect()
+            self._writers, self._askers = connect(), connect()
+            self._reader = _GlideReader(connect()) if server.use_tls or server.is_cluster else ValueReader(server)
             self._prefix()
             self._check_bound()
         except GlideError as e:
@@ -130,7 +133,7 @@ class ValkeyTier(StorageTier):
 
     def _check_bound(self) -> None:
         """Logs a server that will not make room when it is full."""
-        found = self._readers.info([InfoSection.MEMORY])
+        found = self._askers.info([InfoSection.MEMORY])
         text = b"\n".join(found.values()) if isinstance(found, dict) else found
         fields = dict(line.split(":", 1) for line in text.decode().split() if ":" in line)
         bound, policy = fields.get("maxmemory", "0"), fields.get("maxmemory_policy", "")
@@ -146,23 +149,18 @@ class ValkeyTier(StorageTier):
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
         name = self._prefix() + key
-        self._call(lambda: self._writers.set(name, record, expiry=self._expiry))
+        _call(lambda: self._writers.set(name, record, expiry=self._expiry))
 
     def read(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.read`."""
-        name = self._prefix() + key
-        found = self._call(lambda: self._readers.get(name, buffer=record))
-        if found is None:
-            raise KeyError("the server has no such key")
-        if int(found) != len(record):
-            raise OSError(f"the server has {int(found)} bytes; expected {len(record)}")
+        self._reader.read(self._prefix() + key, record)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
         prefix = self._prefix()
         for i in range(0, len(keys), BATCH):
             names: list[Any] = [prefix + key for key in keys[i : i + BATCH]]
-            self._call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
+            _call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
 
     def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
         """See `StorageTier.find`."""
@@ -180,16 +178,10 @@ class ValkeyTier(StorageTier):
 
     def close(self) -> None:
         """See `StorageTier.close`."""
-        for client in (self._readers, self._writers, self._askers):
+        for client in (self._reader, self._writers, self._askers):
             client.close()
 
     # Inside.
-
-    def _call[T](self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except GlideError as e:
-            raise OSError(reason(e)) from e
 
     def _prefix(self) -> bytes:
         """Of this generation's keys, which is read from the server at most once a second.
@@ -210,7 +202,7 @@ class ValkeyTier(StorageTier):
         """Takes up the generation of the server, or gives it ours."""
         with self._lock:
             ours, is_published, num_clears = self._generation, self._is_published, self._num_clears
-        found = self._call(lambda: self._agree(ours, is_published))
+        found = _call(lambda: self._agree(ours, is_published))
         with self._lock:
             if self._num_clears == num_clears:  # else the answer is of before the `clear`
                 if self._generation and found != self._generation:
@@ -239,7 +231,7 @@ class ValkeyTier(StorageTier):
             num_keys += len(group)
             if num_keys >= _FIND_BATCH or end == len(groups):
                 names = [[prefix + key for key in keys] for keys in groups[first:end]]
-                counts += self._call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
+                counts += _call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
                 first, num_keys = end, 0
         return counts
 
@@ -257,6 +249,33 @@ class ValkeyTier(StorageTier):
             batch.exists(list(group))
         answer: Any = client.exec(batch, raise_on_error=True)
         return list(answer or ())
+
+
+@final
+class _GlideReader:
+    """Reads with TLS or from a cluster."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def read(self, name: bytes, value: memoryview) -> None:
+        """As `ValueReader.read`."""
+        found = _call(lambda: self._client.get(name, buffer=value))
+        if found is None:
+            raise KeyError("the server has no such key")
+        if int(found) != len(value):
+            raise OSError(f"the server has {int(found)} bytes; expected {len(value)}")
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+
+def _call[T](call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except GlideError as e:
+        raise OSError(reason(e)) from e
 
 
 def scan_names(client: Client, pattern: bytes) -> Iterator[list[bytes]]:
