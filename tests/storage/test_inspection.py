@@ -62,6 +62,13 @@ def valkey_server():
         yield server
 
 
+@pytest.fixture(scope="module")
+def rclone_server(tmp_path_factory):
+    """An S3 server that answers a request for a range with the whole object."""
+    with servers.running(servers.rclone(tmp_path_factory.mktemp("objects"))) as server:
+        yield server
+
+
 def s3_url(server):
     bucket = f"bucket-{next(NUMBERS)}"
     servers.make_bucket(server.port, bucket)
@@ -72,7 +79,7 @@ def valkey_url(server):
     return f"valkey://127.0.0.1:{server.port}/{next(NUMBERS) % 16}?timeout_s=2"
 
 
-@pytest.fixture(params=["file", "file://", "s3", "valkey"])
+@pytest.fixture(params=["file", "file://", "s3", "rclone", "valkey"])
 def store(request, tmp_path):
     """The options of an empty store."""
     if request.param == "file":
@@ -81,12 +88,14 @@ def store(request, tmp_path):
         return f"file://{tmp_path}/kv"
     if request.param == "s3":
         return s3_url(request.getfixturevalue("s3_server"))
+    if request.param == "rclone":
+        return s3_url(request.getfixturevalue("rclone_server"))
     options = valkey_url(request.getfixturevalue("valkey_server"))
     _client(options).flushdb()
     return options
 
 
-WITH_NAMES = pytest.mark.parametrize("store", ["file://", "s3", "valkey"], indirect=True)
+WITH_NAMES = pytest.mark.parametrize("store", ["file://", "s3", "rclone", "valkey"], indirect=True)
 """Stores where a record has a name; in files it has a place."""
 
 
