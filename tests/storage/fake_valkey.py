@@ -91,7 +91,7 @@ class FakeServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
-        self._accepting = threading.Thread(target=self._accept)
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
     def _accept(self) -> None:
@@ -103,7 +103,7 @@ class FakeServer:
             peer = Peer(end)
             script = self._scripts[min(len(self.peers), len(self._scripts) - 1)]
             self.peers.append(peer)
-            self._threads.append(threading.Thread(target=self._run, args=(script, peer)))
+            self._threads.append(threading.Thread(target=self._run, args=(script, peer), daemon=True))
             self._threads[-1].start()
 
     def _run(self, script: Script, peer: Peer) -> None:

@@ -302,7 +302,7 @@ def in_threads(num, call):
         except BaseException as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(num)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
