@@ -41,7 +41,7 @@ class Peer:
         return words
 
     def wait_for_end(self) -> None:
-        """Waits until the client has closed the connection."""
+        """Waits until the client has closed the connection; what it sends until then is ignored."""
         while self._file.read(1):
             pass
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.fake_valkey import NONE, OK, FakeServer, answers, value
+from tests.storage.fake_valkey import NONE, OK, FakeServer, Peer, answers, value
 from tpu_offload.storage.resp_connection import Connection
 from tpu_offload.storage.valkey_reader import ValueReader
 from tpu_offload.storage.valkey_server import ServerOptions
@@ -244,10 +244,11 @@ def silent(peer):
 
 
 def drips(peer):
-    """A byte at a time, each long before any timeout."""
+    """A few bytes at a time, each long before any timeout."""
     peer.receive()
-    for byte in value(DATA):
-        peer.socket.sendall(bytes([byte]))
+    answer = value(DATA)
+    for i in range(0, len(answer), 20):
+        peer.socket.sendall(answer[i : i + 20])
         time.sleep(0.01)
 
 
@@ -383,7 +384,8 @@ def test_threads_share_connections():
         assert len(reader._idle) == len(server.peers)
         for _ in range(3):
             read(reader, b"1.23", 12000)
-        assert sum(len(peer.commands) for peer in server.peers) == 4 * 50 + 4 * 7 + 3 + sum(i % 7 == 0 for i in (49,))
+        num_missing = sum(i % 7 == thread for thread in range(4) for i in range(50))
+        assert sum(len(peer.commands) for peer in server.peers) == 4 * 50 + num_missing + 3
 
 
 # --- login and addresses ------------------------------------------------------------------------
@@ -463,12 +465,21 @@ def test_a_server_that_hangs_leaves_time_for_the_others():
 
 
 def test_a_server_that_is_not_there_is_found_later():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        with contextlib.closing(reader_of(taken.getsockname())) as reader:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        with contextlib.closing(reader_of(listener.getsockname())) as reader:
             assert "ConnectionRefusedError: " in failure(reader)
-    with reading(answers(value(DATA))) as (_, reader):
-        assert read(reader) == DATA
+            listener.listen()
+
+            def serve():
+                with contextlib.closing(Peer(listener.accept()[0])) as peer:
+                    answers(value(DATA))(peer)
+
+            serving = threading.Thread(target=serve, daemon=True)
+            serving.start()
+            assert read(reader) == DATA
+        serving.join(LATE_S)
+        assert not serving.is_alive()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="needs IPv6")
