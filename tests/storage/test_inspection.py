@@ -36,7 +36,8 @@ from tpu_offload.storage import file as file_module
 from tpu_offload.storage.format import PAGE_NBYTES, RecordFormat
 from tpu_offload.storage.object import open_store
 from tpu_offload.storage.url_options import UrlOptions
-from tpu_offload.storage.valkey import EXAMPLE, SCHEMES, connector
+from tpu_offload.storage.valkey import connector
+from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
 ROOT = Path(__file__).parents[2]
 NBYTES = SPEC.record_nbytes
@@ -61,6 +62,13 @@ def valkey_server():
         yield server
 
 
+@pytest.fixture(scope="module")
+def rclone_server(tmp_path_factory):
+    """An S3 server that answers a request for a range with the whole object."""
+    with servers.running(servers.rclone(tmp_path_factory.mktemp("objects"))) as server:
+        yield server
+
+
 def s3_url(server):
     bucket = f"bucket-{next(NUMBERS)}"
     servers.make_bucket(server.port, bucket)
@@ -71,7 +79,7 @@ def valkey_url(server):
     return f"valkey://127.0.0.1:{server.port}/{next(NUMBERS) % 16}?timeout_s=2"
 
 
-@pytest.fixture(params=["file", "file://", "s3", "valkey"])
+@pytest.fixture(params=["file", "file://", "s3", "rclone", "valkey"])
 def store(request, tmp_path):
     """The options of an empty store."""
     if request.param == "file":
@@ -80,17 +88,19 @@ def store(request, tmp_path):
         return f"file://{tmp_path}/kv"
     if request.param == "s3":
         return s3_url(request.getfixturevalue("s3_server"))
+    if request.param == "rclone":
+        return s3_url(request.getfixturevalue("rclone_server"))
     options = valkey_url(request.getfixturevalue("valkey_server"))
     _client(options).flushdb()
     return options
 
 
-WITH_NAMES = pytest.mark.parametrize("store", ["file://", "s3", "valkey"], indirect=True)
+WITH_NAMES = pytest.mark.parametrize("store", ["file://", "s3", "rclone", "valkey"], indirect=True)
 """Stores where a record has a name; in files it has a place."""
 
 
 def _client(options):
-    client = connector(UrlOptions(options, schemes=SCHEMES, example=EXAMPLE))()
+    client = connector(server_options(UrlOptions(options, schemes=SCHEMES, example=EXAMPLE)))()
     assert isinstance(client, GlideClient)
     return client
 

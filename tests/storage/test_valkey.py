@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import datetime
 import ipaddress
+import itertools
 import logging
+import threading
 import time
 
 import pytest
@@ -28,6 +30,7 @@ from tests.storage.conformance import (
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import valkey
 from tpu_offload.storage.valkey import ValkeyTier
+from tpu_offload.storage.valkey_reader import ValueReader
 
 LATE_S = 30.0  # a generous end for what should take less than a second
 
@@ -173,7 +176,7 @@ def test_a_clear_without_a_server_is_made_durable_later(server):
 def test_records_expire(server, ttl_s, least):
     with opened(server, f"&ttl_s={ttl_s}") as tier:
         write(tier, key_of(1), 1)
-        assert least < tier._readers.ttl(tier._prefix() + key_of(1)) <= float(ttl_s) + 1
+        assert least < tier._askers.ttl(tier._prefix() + key_of(1)) <= float(ttl_s) + 1
 
 
 def test_less_than_a_second_to_live_is_not_for_ever(server):
@@ -192,7 +195,7 @@ def test_a_start_does_not_list_the_server(server):
 
 def calls_of(tier, command):
     """How often the server has run a command."""
-    text = tier._readers.info([InfoSection.COMMAND_STATS]).decode()
+    text = tier._askers.info([InfoSection.COMMAND_STATS]).decode()
     line = next((line for line in text.split() if line.startswith(f"cmdstat_{command}:")), ":calls=0,")
     return int(line.partition("calls=")[2].partition(",")[0])
 
@@ -217,15 +220,16 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
 
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_look_ups_do_not_wait_for_records(server, call):
-    """Reads and writes have connections of their own, which hang here."""
+    """Reads and writes have connections of their own, which are not there here."""
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        tier._readers = tier._writers = None
+        reader, writers = tier._reader, tier._writers
+        tier._reader = tier._writers = None
         with pytest.raises(AttributeError):
             write(tier, key_of(2), 2) if call == "write" else read(tier, key_of(1))
         tier._asked_s = -float("inf")  # the generation is read, too
         assert exists(tier, [key_of(1), key_of(2)]) == [True, False]
-        tier._readers = tier._writers = tier._askers
+        tier._reader, tier._writers = reader, writers
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
@@ -240,6 +244,7 @@ def test_a_cluster(num_nodes):
         for check in (*SHARED_CHECKS, gives_back_what_was_written):
             check(make)
             with contextlib.closing(make(SPEC)) as tier:
+                assert not isinstance(tier._reader, ValueReader), "keys are on several nodes"
                 tier.clear()
 
 
@@ -247,7 +252,7 @@ def test_a_value_of_another_size_cannot_be_read(server):
     with opened(server) as tier:
         for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
             tier._writers.set(tier._prefix() + key_of(1), text)
-            with pytest.raises((KeyError, OSError)):
+            with pytest.raises(OSError, match=f"the server has {len(text)} bytes; expected {FORMAT.record_nbytes}"):
                 tier.read(key_of(1), new_record())
 
 
@@ -317,6 +322,49 @@ def test_a_server_that_dies_and_returns_intact(tmp_path):
         assert read_soon(tier, key_of(1)) == payload(1)
         with opened(server) as later:
             assert exists(later, [key_of(1)]) == [True]
+
+
+def test_a_server_that_dies_while_it_is_read(tmp_path):
+    """A read gives the right bytes or an error, and those after a restart are right again."""
+    durable = ("--appendonly", "yes", "--appendfsync", "always", "--dir", str(tmp_path))
+    with servers.running(servers.valkey(*durable)) as server, opened(server) as tier:
+        fill(tier, NUM_CHUNKS)
+        outcomes: list[list[bool]] = [[], [], []]
+        wrong: list[BaseException] = []
+        is_over = threading.Event()
+
+        def work(mine):
+            for i in itertools.takewhile(lambda _: not is_over.is_set(), itertools.cycle(range(NUM_CHUNKS))):
+                try:
+                    assert read(tier, key_of(i)) == payload(i)
+                except OSError:
+                    mine.append(False)
+                except BaseException as e:
+                    wrong.append(e)
+                    return
+                else:
+                    mine.append(True)
+
+        def wait_for(outcome):
+            num, deadline_s = [len(mine) for mine in outcomes], time.monotonic() + LATE_S
+            while not all(outcome in mine[n:] for mine, n in zip(outcomes, num, strict=True)):
+                assert not wrong, wrong
+                assert time.monotonic() < deadline_s
+
+        threads = [threading.Thread(target=work, args=(mine,)) for mine in outcomes]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(3):
+                wait_for(True)
+                server.kill()
+                wait_for(False)
+                server.start()
+            wait_for(True)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join(LATE_S)
 
 
 def read_soon(tier, key):
@@ -391,6 +439,8 @@ def test_passwords(tmp_path, caplog):
         assert "WRONGPASS" in refused(url(server, f"&password_file={tmp_path}/wrong"), caplog)
         assert "WRONGPASS" in refused(url(server, f"&user=kv&password_file={tmp_path}/right"), caplog)
         with opened(server, f"&password_file={tmp_path}/right") as tier:
+            with pytest.raises(KeyError):
+                read(tier, key_of(1))
             tier._writers.custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
             tier._writers.custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
             write(tier, key_of(1), 1)
@@ -446,8 +496,12 @@ def test_tls(server, tmp_path, caplog):
         proxied.port = port
         options = url(proxied, f"&ca_file={tmp_path}/own.pem", scheme="valkeys")
         with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options))) as tier:
+            assert not isinstance(tier._reader, ValueReader), "it has no TLS"
             write(tier, key_of(1), 1)
             assert read(tier, key_of(1)) == payload(1)
+            tier._writers.set(tier._prefix() + key_of(1), b"short")
+            with pytest.raises(OSError, match="the server has 5 bytes"):
+                tier.read(key_of(1), new_record())
         for wrong in ("", f"&ca_file={tmp_path}/other.pem"):
             assert "certificate" in refused(url(proxied, wrong, scheme="valkeys"), caplog)
 

@@ -25,6 +25,8 @@ from tpu_offload.storage.object import (
     where,
 )
 
+_STREAM_NBYTES = 1 << 20
+_NO_RANGES = "non-partial response"  # in the error of servers that answer a request for a range with the whole object
 _NAME = re.compile(r"([0-9a-f]{32})/(0|[1-9]\d*)/(?:(generation)|([0-9a-f]{16})/(.+))")
 
 
@@ -96,14 +98,31 @@ class ObjectInspector(StoreInspector):
 
     def read(self, record: StoredRecord, nbytes: int) -> bytes:
         """See the base class."""
-        if not record.nbytes:
+        nbytes = min(nbytes, record.nbytes)
+        if not nbytes:
             return b""
         try:
-            return bytes(obstore.get_range(self._store, record.place, start=0, end=min(nbytes, record.nbytes)))
+            if nbytes == record.nbytes:
+                return self._first_bytes(record.place, nbytes)
+            try:
+                return bytes(obstore.get_range(self._store, record.place, start=0, end=nbytes))
+            except BaseError as e:
+                if _NO_RANGES not in str(e):
+                    raise
+                return self._first_bytes(record.place, nbytes)
         except FileNotFoundError as e:
             raise KeyError(record.place) from e
         except (BaseError, OSError) as e:
             raise self._error(e) from e
+
+    def _first_bytes(self, path: str, nbytes: int) -> bytes:
+        """Of an object that is requested as a whole."""
+        data = bytearray()
+        for part in obstore.get(self._store, path).stream(min_chunk_size=min(nbytes, _STREAM_NBYTES)):
+            data += part
+            if len(data) >= nbytes:
+                break
+        return bytes(data[:nbytes])
 
     def facts(self) -> tuple[str, Sequence[Mapping[str, Fact]]]:
         """See the base class: of a directory."""

@@ -1,4 +1,4 @@
-"""The `valkey` tier: records on a Valkey or Redis server or cluster that engines share, through valkey-glide.
+"""The `valkey` tier: records on a Valkey or Redis server or cluster that engines share.
 
     TPU_OFFLOAD_STORAGE_OPTIONS=valkeys://host:6379?user=kv&password_file=/run/secrets/kv&ca_file=/etc/ca.pem
 
@@ -9,10 +9,11 @@ left. If the server loses the value, by eviction or by a restart, engines write 
 
 The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
-Reads and writes have a connection each, so that no read waits behind a queue of writes, and so have lookups and the
-generation, which are small and wait for neither. The library copies a record
-before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it returns; neither
-holds the interpreter's lock.
+The client is valkey-glide, except that records on one server without TLS are read by `valkey_reader`, which is faster.
+
+Writes have a connection of their own, so that no read waits behind a queue of writes, and so have lookups and the
+generation, which are small and wait for neither. valkey-glide copies a record before `set` returns, also by a timeout,
+and `get` copies the answer into the caller's memory before it returns; neither holds the interpreter's lock.
 """
 
 import itertools
@@ -52,7 +53,8 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
-from tpu_offload.values import one_line
+from tpu_offload.storage.valkey_reader import ValueReader
+from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
 _logger = logging.getLogger(__name__)
 
@@ -60,10 +62,6 @@ type Client = GlideClient | GlideClusterClient
 
 MARKER = "generation"
 PREFIX = "tpu_offload:"
-EXAMPLE = "valkey://host:6379"
-SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
-"""Whether a scheme has TLS."""
-_PORT = 6379
 _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
@@ -99,7 +97,8 @@ class ValkeyTier(StorageTier):
         self._where = f"{options.scheme}://{options.place}"
         ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
         self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
-        connect = connector(options)
+        server = server_options(options)
+        connect = connector(server)
         self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
         self._marker = f"{self._root}{MARKER}".encode()
         self._lock = threading.Lock()
@@ -108,11 +107,12 @@ class ValkeyTier(StorageTier):
         self._left: set[str] = set()  # generations
         self._asked_s = -_ASK_S
         self._num_clears = 0
-        self._readers: Client
+        self._reader: ValueReader | _GlideReader
         self._writers: Client
         self._askers: Client
         try:
-            self._readers, self._writers, self._askers = connect(), connect(), connect()
+            self._writers, self._askers = connect(), connect()
+            self._reader = _GlideReader(connect()) if server.use_tls or server.is_cluster else ValueReader(server)
             self._prefix()
             self._check_bound()
         except GlideError as e:
@@ -133,7 +133,7 @@ class ValkeyTier(StorageTier):
 
     def _check_bound(self) -> None:
         """Logs a server that will not make room when it is full."""
-        found = self._readers.info([InfoSection.MEMORY])
+        found = self._askers.info([InfoSection.MEMORY])
         text = b"\n".join(found.values()) if isinstance(found, dict) else found
         fields = dict(line.split(":", 1) for line in text.decode().split() if ":" in line)
         bound, policy = fields.get("maxmemory", "0"), fields.get("maxmemory_policy", "")
@@ -149,23 +149,18 @@ class ValkeyTier(StorageTier):
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
         name = self._prefix() + key
-        self._call(lambda: self._writers.set(name, record, expiry=self._expiry))
+        _call(lambda: self._writers.set(name, record, expiry=self._expiry))
 
     def read(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.read`."""
-        name = self._prefix() + key
-        found = self._call(lambda: self._readers.get(name, buffer=record))
-        if found is None:
-            raise KeyError("the server has no such key")
-        if int(found) != len(record):
-            raise OSError(f"the server has {int(found)} bytes; expected {len(record)}")
+        self._reader.read(self._prefix() + key, record)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
         prefix = self._prefix()
         for i in range(0, len(keys), BATCH):
             names: list[Any] = [prefix + key for key in keys[i : i + BATCH]]
-            self._call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
+            _call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
 
     def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
         """See `StorageTier.find`."""
@@ -183,16 +178,10 @@ class ValkeyTier(StorageTier):
 
     def close(self) -> None:
         """See `StorageTier.close`."""
-        for client in (self._readers, self._writers, self._askers):
+        for client in (self._reader, self._writers, self._askers):
             client.close()
 
     # Inside.
-
-    def _call[T](self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except GlideError as e:
-            raise OSError(reason(e)) from e
 
     def _prefix(self) -> bytes:
         """Of this generation's keys, which is read from the server at most once a second.
@@ -213,7 +202,7 @@ class ValkeyTier(StorageTier):
         """Takes up the generation of the server, or gives it ours."""
         with self._lock:
             ours, is_published, num_clears = self._generation, self._is_published, self._num_clears
-        found = self._call(lambda: self._agree(ours, is_published))
+        found = _call(lambda: self._agree(ours, is_published))
         with self._lock:
             if self._num_clears == num_clears:  # else the answer is of before the `clear`
                 if self._generation and found != self._generation:
@@ -242,7 +231,7 @@ class ValkeyTier(StorageTier):
             num_keys += len(group)
             if num_keys >= _FIND_BATCH or end == len(groups):
                 names = [[prefix + key for key in keys] for keys in groups[first:end]]
-                counts += self._call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
+                counts += _call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
                 first, num_keys = end, 0
         return counts
 
@@ -260,6 +249,33 @@ class ValkeyTier(StorageTier):
             batch.exists(list(group))
         answer: Any = client.exec(batch, raise_on_error=True)
         return list(answer or ())
+
+
+@final
+class _GlideReader:
+    """Reads with TLS or from a cluster."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def read(self, name: bytes, value: memoryview) -> None:
+        """As `ValueReader.read`."""
+        found = _call(lambda: self._client.get(name, buffer=value))
+        if found is None:
+            raise KeyError("the server has no such key")
+        if int(found) != len(value):
+            raise OSError(f"the server has {int(found)} bytes; expected {len(value)}")
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+
+def _call[T](call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except GlideError as e:
+        raise OSError(reason(e)) from e
 
 
 def scan_names(client: Client, pattern: bytes) -> Iterator[list[bytes]]:
@@ -284,61 +300,31 @@ def scan_names(client: Client, pattern: bytes) -> Iterator[list[bytes]]:
             return
 
 
-def connector(options: UrlOptions) -> Callable[[], Client]:
-    """Makes a client of a URL; it connects by its first call.
-
-    Raises:
-      ConfigError: the options are wrong.
-    """
-    use_tls = SCHEMES[options.scheme]
-    is_cluster = options.boolean("cluster", False)
-    user = options.text("user")
-    password = (options.file("password_file") or b"").decode(errors="replace").rstrip("\r\n")
-    timeout_ms = int(1000 * options.number("timeout_s", 2.0, least=0.01, most=3600))
-    connect_ms = int(1000 * options.number("connect_timeout_s", 1.0, least=0.01, most=3600))
-    certificates = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
-    options.end()
-    if user and not password:
-        raise ConfigError(f"{SETTING}: user={one_line(user)} without password_file")
-    if any(certificates) and not use_tls:
-        raise ConfigError(f"{SETTING}: certificates without TLS; expected {options.scheme}s://")
-    tls = None
-    if any(certificates):
-        tls = TlsAdvancedConfiguration(None, certificates[0], certificates[1], certificates[2])
+def connector(server: ServerOptions) -> Callable[[], Client]:
+    """Makes clients, each of which connects by its first call."""
+    tls = TlsAdvancedConfiguration(None, *server.certificates) if any(server.certificates) else None
     common: dict[str, Any] = {
-        "addresses": [_address(options, text) for text in options.place.split(",")],
-        "use_tls": use_tls,
-        "credentials": ServerCredentials(password, user or None) if password else None,
-        "request_timeout": timeout_ms,
+        "addresses": [NodeAddress(host, port) for host, port in server.addresses],
+        "use_tls": server.use_tls,
+        "credentials": ServerCredentials(server.password, server.user or None) if server.password else None,
+        "request_timeout": int(1000 * server.timeout_s),
         # The first attempt tells why; later ones are made by each call.
         "reconnect_strategy": BackoffStrategy(num_of_retries=0, factor=100, exponent_base=2),
         "lazy_connect": True,
     }
-    path = options.path.strip("/")
-    if path and (is_cluster or not path.isdecimal()):
-        raise ConfigError(f"{SETTING}: /{one_line(path)}; expected the number of a database, or none for a cluster")
+    connect_ms = int(1000 * server.connect_timeout_s)
     # Its log goes to standard error, and what it says comes back with each error.
     Logger.init(LogLevel.OFF)
-    if is_cluster:
+    if server.is_cluster:
         advanced = AdvancedGlideClusterClientConfiguration(connect_ms, tls)
         config = GlideClusterClientConfiguration(**common, advanced_config=advanced)
         return lambda: GlideClusterClient.create(config)
     alone = GlideClientConfiguration(
         **common,
-        database_id=int(path or 0),
+        database_id=server.database,
         advanced_config=AdvancedGlideClientConfiguration(connect_ms, tls),
     )
     return lambda: GlideClient.create(alone)
-
-
-def _address(options: UrlOptions, text: str) -> NodeAddress:
-    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    host, port = (host, port) if colon else (text, str(_PORT))
-    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"{SETTING}={options.scheme}://{options.place}; expected such as {EXAMPLE}, with commas between"
-        )
-    return NodeAddress(host.strip("[]"), int(port))
 
 
 def new_generation() -> str:

@@ -8,17 +8,8 @@ from glide_sync import Batch, ClusterBatch, GlideClusterClient, GlideError, Info
 
 from tpu_offload.storage.inspection import Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
 from tpu_offload.storage.url_options import UrlOptions
-from tpu_offload.storage.valkey import (
-    EXAMPLE,
-    MARKER,
-    PREFIX,
-    SCHEMES,
-    Client,
-    connector,
-    new_generation,
-    reason,
-    scan_names,
-)
+from tpu_offload.storage.valkey import MARKER, PREFIX, Client, connector, new_generation, reason, scan_names
+from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
 _NAME = re.compile(
     rb"%b([0-9a-f]{32}):(0|[1-9]\d*):(?:(%b)|([0-9a-z]{16}):(.+))" % (PREFIX.encode(), MARKER.encode()), re.DOTALL
@@ -41,7 +32,7 @@ class ValkeyInspector(StoreInspector):
         url = UrlOptions(options, schemes=SCHEMES, example=EXAMPLE)
         self.where = f"{url.scheme}://{url.place}{url.path.rstrip('/')}"
         url.text("ttl_s")  # of writes
-        self._client: Client = self._call(connector(url))
+        self._client: Client = self._call(connector(server_options(url)))
 
     def _call[T](self, call: Callable[[], T]) -> T:
         try:

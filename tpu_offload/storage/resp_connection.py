@@ -1,0 +1,221 @@
+"""One connection to a Valkey or Redis server that receives values straight into the caller's memory.
+
+It speaks what reads of a tier need of RESP, the protocol of these servers. A command is an array of byte strings. An
+answer is a line of type and length, such as `$4096`, before a value and an end of line, or a line alone: `$-1` if there
+is no such key, `-ERR ...` if the server refuses.
+
+Only two answers leave a connection in a known state: a value of exactly the expected length, and no such key. After an
+exception its owner must close it, because what it receives next may belong to an earlier command. For the same reason
+a connection that was idle is used again only if the server has sent nothing meanwhile.
+
+Waiting and copying are in calls of the operating system, which release the interpreter's lock.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+_END = b"\r\n"
+_MAX_LINE_NBYTES = 512
+_MAX_ANSWER_NBYTES = 1 << 20  # of a short one
+_NO_SUCH_KEY = b"$-1"
+
+
+@final
+class RefusedError(OSError):
+    """The server has answered with an error.
+
+    Args:
+      text: as the server has sent it.
+    Attributes:
+      code: its first word, such as `NOAUTH`.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(f"the server refuses: {_printable(text)}")
+        self.code = _printable(text.split(b" ")[0])
+
+
+@final
+class Connection:
+    """A connection for one thread at a time; it is not connected yet.
+
+    Args:
+      family: of its addresses, such as `socket.AF_INET6`.
+    """
+
+    def __init__(self, family: int) -> None:
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def connect(self, address: Any, until_s: float) -> None:
+        """Connects to an address of the family.
+
+        Args:
+          address: as `socket.getaddrinfo` gives it.
+          until_s: when it gives up, by `time.monotonic`.
+        Raises:
+          OSError: it cannot.
+        """
+        self._socket.settimeout(time_left(until_s))
+        self._socket.connect(address)
+
+    def ask(self, words: Sequence[bytes], until_s: float) -> bytes:
+        """Sends a command whose answer is short.
+
+        Returns:
+          The value, or the line without its type.
+        Raises:
+          RefusedError: the server refuses.
+          OSError: it does not answer in time or as expected.
+        """
+        self._send(words, until_s)
+        line, _ = self._line(b"", until_s)
+        if line.startswith(b"+"):
+            return line[1:]
+        nbytes = _length(line)
+        if nbytes is None or nbytes > _MAX_ANSWER_NBYTES:
+            raise _unexpected(line)
+        value = bytearray(nbytes + len(_END))
+        self._fill([memoryview(value)], 0, until_s)
+        if not value.endswith(_END):
+            raise _unexpected(value[-len(_END) :])
+        return bytes(value[: -len(_END)])
+
+    def get(self, name: bytes, value: memoryview, until_s: float) -> bool:
+        """Receives a value of a known length.
+
+        Args:
+          name: the key.
+          value: filled, if the result is true; else what it holds is undefined.
+          until_s: when it gives up, by `time.monotonic`.
+        Returns:
+          Whether there is such a key.
+        Raises:
+          OSError: the value has another length, the server refuses, or does not answer in time or as expected.
+        """
+        self._send((b"GET", name), until_s)
+        expected = b"$%d\r\n" % len(value)
+        head, end = bytearray(len(expected)), bytearray(len(_END))
+        parts = [memoryview(head), value, memoryview(end)]
+        num_received = 0
+        while num_received < len(head):  # with the first bytes of the value, if they are there
+            num_received += self._receive(_after(parts, num_received), until_s)
+            if not expected.startswith(head[:num_received]):
+                return self._is_other_value(_first(parts, num_received), len(value), until_s)
+        self._fill(parts, num_received, until_s)
+        if end != _END:
+            raise _unexpected(bytes(end))
+        return True
+
+    def is_quiet(self) -> bool:
+        """Whether the server has neither closed the connection nor sent what nobody has asked for."""
+        self._socket.setblocking(False)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def interrupt(self) -> None:
+        """Makes the call of another thread fail now; that thread still has to close the connection."""
+        with contextlib.suppress(OSError):  # it is not connected, or no longer
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes it; again does nothing."""
+        self._socket.close()
+
+    # Inside.
+
+    def _is_other_value(self, received: bytes, expected_nbytes: int, until_s: float) -> bool:
+        """False for an answer of no such key and nothing after it; raises for others."""
+        line, rest = self._line(received, until_s)
+        if line == _NO_SUCH_KEY and not rest:
+            return False
+        nbytes = _length(line)
+        if nbytes is not None:
+            raise OSError(f"the server has {nbytes} bytes; expected {expected_nbytes}")
+        raise _unexpected(line + _END + rest if rest else line)
+
+    def _line(self, received: bytes, until_s: float) -> tuple[bytes, bytes]:
+        """The first line of an answer whose beginning has been received, and what has been received after it."""
+        line = bytearray(received)
+        byte = bytearray(1)
+        while _END not in line and len(line) < _MAX_LINE_NBYTES:
+            self._receive([memoryview(byte)], until_s)
+            line += byte
+        text, end, rest = bytes(line).partition(_END)
+        if not end:
+            raise _unexpected(line)
+        if text.startswith(b"-"):
+            raise RefusedError(text[1:])
+        return text, rest
+
+    def _send(self, words: Sequence[bytes], until_s: float) -> None:
+        self._socket.settimeout(time_left(until_s))
+        self._socket.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
+
+    def _fill(self, parts: Sequence[memoryview], num_received: int, until_s: float) -> None:
+        nbytes = sum(map(len, parts))
+        while num_received < nbytes:
+            num_received += self._receive(_after(parts, num_received), until_s)
+
+    def _receive(self, parts: Sequence[memoryview], until_s: float) -> int:
+        """Receives at least one byte."""
+        self._socket.settimeout(time_left(until_s))
+        num_received = self._socket.recvmsg_into(parts)[0]
+        if not num_received:
+            raise ConnectionResetError("the server closed the connection")
+        return num_received
+
+
+def time_left(until_s: float) -> float:
+    """Seconds until then, more than none.
+
+    Raises:
+      TimeoutError: it has passed.
+    """
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    return left_s
+
+
+def _after(parts: Sequence[memoryview], num: int) -> list[memoryview]:
+    """All bytes but the first ones."""
+    left = []
+    for part in parts:
+        if num < len(part):
+            left.append(part[num:])
+        num = max(0, num - len(part))
+    return left
+
+
+def _first(parts: Sequence[memoryview], num: int) -> bytes:
+    """The first bytes, as many as are of interest."""
+    return b"".join(bytes(part[:_MAX_LINE_NBYTES]) for part in parts[:2])[: min(num, _MAX_LINE_NBYTES)]
+
+
+def _length(line: bytes) -> int | None:
+    """Of the value that follows a line; None if none does."""
+    digits = line[1:]
+    return int(digits) if line.startswith(b"$") and digits.isdigit() and len(digits) < 20 else None
+
+
+def _unexpected(answer: bytes | bytearray) -> OSError:
+    return OSError(f"the server answers {_printable(answer)}; is it Valkey or Redis?")
+
+
+def _printable(text: bytes | bytearray) -> str:
+    shown = bytes(text[:100]).decode("ascii", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
