@@ -100,8 +100,7 @@ class SchedulerSide:
         has_drafts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_workers = num_workers
-        self._num_stages = num_stages
+        self.num_workers, self._num_stages = num_workers, num_stages
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
         self._block_size, self._num_groups = block_size, len(group_order)
