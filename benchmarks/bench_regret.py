@@ -6,8 +6,8 @@ best other policy less that of the default; negative where the default is the be
 size; its regret is the mean over the seeds, because one seed alone says how the dice fell, and its spread the standard
 deviation of the regrets of the seeds, all against the policy that is best on the whole. Worst first.
 
-Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM of 5 % of the unique blocks in front, and blocks
-are saved when they are computed; `evicted` the same, and they are saved when HBM evicts them.
+Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front (`--hbm-share`), and blocks are saved
+when they are computed; `evicted` the same, and they are saved when HBM evicts them.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -32,11 +32,10 @@ from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
 from tpu_offload.sim.experiment import Case, Experiment, run_all
 from tpu_offload.sim.replay import TierSetup
 
-HBM_SHARE = 0.05
-SETUPS = {
-    "host": (0.0, SaveEvent.COMPUTE),
-    "hbm": (HBM_SHARE, SaveEvent.COMPUTE),
-    "evicted": (HBM_SHARE, SaveEvent.HBM_EVICTION),
+SETUPS = {  # whether there is HBM in front, and when blocks are saved
+    "host": (False, SaveEvent.COMPUTE),
+    "hbm": (True, SaveEvent.COMPUTE),
+    "evicted": (True, SaveEvent.HBM_EVICTION),
 }
 DEFAULT = DEFAULT_EVICTION_POLICY.value
 LEAST_CHUNKS = 100
@@ -74,9 +73,9 @@ def traces_of(args: argparse.Namespace) -> Iterator[tuple[str, int, Trace]]:
 
 def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, float]]:
     """For each size and policy, the share of the prompt blocks after the learning time that hit in the host tier."""
-    hbm_share, save_on = SETUPS[setup]
+    has_hbm, save_on = SETUPS[setup]
     num_blocks = trace.num_unique_blocks
-    hbm_result = simulate_hbm(trace, max(1, int(hbm_share * num_blocks))) if hbm_share else no_hbm(trace)
+    hbm_result = simulate_hbm(trace, max(1, int(args.hbm_share * num_blocks))) if has_hbm else no_hbm(trace)
     split = int(args.learn * len(trace.requests))
     experiment = Experiment(trace, split=split, only_second=True, hbm_result=hbm_result)
     cases = [
@@ -123,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
+    parser.add_argument("--hbm-share", type=_share, default=0.05, help="size of HBM, as a share of the blocks")
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
     parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")

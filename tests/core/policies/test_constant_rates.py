@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.policies.traffic import Tier, chain, conversations
 from tpu_offload.core.policies import POLICIES, constant_rates
-from tpu_offload.core.policies.constant_rates import ConstantRates
+from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 from tpu_offload.core.policies.density import DensityPolicy
 
 EXPOSURE = np.array([[4000.0, 2000.0, 1000.0, 1000.0]])  # chunks times time, in four age groups
@@ -66,6 +66,36 @@ def test_without_any_use_nothing_is_found() -> None:
     observe(constant, np.zeros((1, 4)), times=10)
     constant.observe(np.zeros((1, 4)), np.zeros((1, 4)), np.zeros((1, 4)), FALLING)
     assert not constant.found()[0].any()
+
+
+TWO_PARTS = np.array([[1000.0, 1000.0], [3000.0, 1000.0]])  # chunks times time, of two parts in two age groups
+APART = np.array([[0.08, 0.04], [0.01, 0.005]])  # their rates
+
+
+@pytest.mark.parametrize(("actual", "differ"), [(APART, True), (np.full((2, 2), 0.02), False)])
+def test_parts_differ_where_their_rates_predict_which_are_used(actual, differ) -> None:
+    parts = PartRates()
+    assert not parts.found()
+    for _ in range(20):
+        parts.observe(actual * TWO_PARTS / 4, TWO_PARTS, APART)
+    assert parts.found() == differ
+    assert differ or parts._evidence < 0
+
+
+def test_that_all_parts_are_used_more_at_one_age_is_no_evidence_nor_is_an_age_that_one_part_has() -> None:
+    parts = PartRates()
+    same = np.array([[0.08, 0.01], [0.08, 0.01]])
+    parts.observe(np.full((2, 2), 100.0), TWO_PARTS, same)
+    parts.observe(np.full((2, 2), 100.0), TWO_PARTS * np.eye(2), APART)
+    assert parts._evidence == pytest.approx(0, abs=1e-9)
+
+
+def test_evidence_that_parts_differ_wears_off() -> None:
+    parts = PartRates()
+    parts.observe(APART * TWO_PARTS, TWO_PARTS, APART)
+    before = parts._evidence
+    parts.halve()
+    assert parts._evidence == before / 2 > 0
 
 
 # --- in the policy --------------------------------------------------------------------------------
@@ -129,3 +159,36 @@ def test_age_matters_in_conversations() -> None:
     evidence = tier.policy._queues._lifetimes._constant._evidence  # type: ignore[attr-defined]
     assert evidence[5] < -20, "a conversation that was silent for long is over"
     assert not classes_found(tier)[:10].any(), "all but the system prompts, which are used at random"
+
+
+def scanned(seed: int, num_requests: int) -> list[list]:
+    """Questions about documents of 3 to 12 chunks, and for each of them a longer prompt that never returns."""
+    rng = random.Random(seed)
+    documents = [chain(f"document {i}", rng.randint(3, 12)) for i in range(400)]
+    prompts = []
+    for i, document in enumerate(rng.choices(documents, k=num_requests)):
+        prompts.append(chain(f"question {i}", 1, document))
+        prompts.append(chain(f"scan {i}", rng.randint(16, 40)))
+    return prompts
+
+
+def test_a_scan_of_longer_prompts_is_told_apart_and_displaces_nothing(monkeypatch) -> None:
+    hits = []
+    for enough in (constant_rates._ENOUGH, float("inf")):
+        monkeypatch.setattr(constant_rates, "_ENOUGH", enough)
+        tier = Tier(DensityPolicy(), 3000)
+        prompts = scanned(0, 2000)
+        tier.serve_all(prompts[:1500])
+        hits.append(tier.serve_all(prompts[1500:]))
+        assert isinstance(tier.policy, DensityPolicy)
+        lifetimes = tier.policy._queues._lifetimes
+        assert lifetimes.parts_differ() == (enough < 100)
+        tier.index.check_invariants()
+    assert hits[0] > 1.01 * hits[1], hits
+
+
+def test_lengths_are_not_told_apart_where_they_say_nothing() -> None:
+    tier = Tier(DensityPolicy(), 800)
+    tier.serve_all(questions(0))
+    assert isinstance(tier.policy, DensityPolicy)
+    assert not tier.policy._queues._lifetimes.parts_differ()

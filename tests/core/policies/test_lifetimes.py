@@ -254,3 +254,31 @@ def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
     learnt.learn([1], [[0.0] * 2])
     in_hbm, other = learnt.hit_density([1])[0]
     assert in_hbm < 0.25 * other, "all that is left is the prior"
+
+
+def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_own() -> None:
+    """Class 0 has two parts. The first is used at 0.9 of its lifetimes, the second, which has as many, at 0.1."""
+    learnt, plain = Lifetimes((1.0, 2.0), half_life=10**9, num_parts=2), Lifetimes((1.0, 2.0), half_life=10**9)
+    for i in range(2000):
+        for part, used in ((0, i % 10 < 9), (1, i % 10 < 1)):
+            learnt.end(2 + part, 1, 500, used=used)
+            plain.end(0, 1, 500, used=used)
+        for known in (learnt, plain):
+            known.end(1, 1, 500, used=i % 2 == 0)
+    learnt.learn([1], [[0.0] * 4])
+    plain.learn([1], [[0.0] * 2])
+    np.testing.assert_allclose(learnt.hit_density(AGES)[:, :2], plain.hit_density(AGES), rtol=1e-9)
+    whole, _, often, rarely = learnt.hit_density([100])[0]
+    assert often > 1.3 * whole
+    assert rarely < 0.3 * whole
+
+
+def test_a_part_with_few_observations_is_worth_as_much_as_its_class() -> None:
+    learnt = Lifetimes((1.0,), half_life=10**9, num_parts=3)
+    for i in range(1000):
+        learnt.end(1, 1, 500, used=i % 2 == 0)
+    learnt.end(2, 1, 500, used=True)
+    learnt.learn([1], [[0.0] * 4])
+    whole, _, few, none = learnt.hit_density([100])[0]
+    assert none == pytest.approx(whole)
+    assert whole < few < 1.1 * whole

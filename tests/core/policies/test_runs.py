@@ -196,3 +196,31 @@ def test_stale_entries_are_purged_in_time(queues) -> None:
         queues.place(run)
         most = max(most, queues.num_entries())
     assert most < 100 + 2 * runs._LEARN_EVERY + runs._MIN_SLICE
+
+
+def test_runs_of_parts_are_in_the_queue_of_their_class_until_the_parts_differ() -> None:
+    queues = RunQueues(NUM_USES, num_parts=2)
+    queues.resize(1000)
+    one, other = begin(queues, 3), begin(queues, 4)
+    (queue,) = queues.order()
+    assert [run for run, _ in queue] == [one, other]
+    queues._lifetimes._parts._evidence = 100.0
+    queues.advance(runs._LEARN_EVERY)
+    queues.reorder()
+    assert not queues.is_in(one, queue)
+    queues.place(one)
+    queues.change_class(other, 3)
+    queues.place(other)
+    assert in_order(queues) == [one, other]
+    (queue,) = (queue for queue in queues.order() if (one, one.ticket) in queue)
+    assert queues.is_in(one, queue)
+    assert queues.is_in(other, queue)
+    queues.check_invariants([one, other])
+
+
+def test_a_run_that_grows_is_counted_in_its_new_part() -> None:
+    queues = RunQueues(NUM_USES, num_parts=2)
+    run = begin(queues, 3, 4)
+    queues.change_class(run, 4)
+    queues.check_invariants([run])
+    assert run.class_id == 4

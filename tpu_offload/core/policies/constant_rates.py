@@ -13,6 +13,9 @@ whether age matters.
 
 What HBM serves has no part in it either: young chunks that HBM still has are not used here, at whatever rate requests
 come, and chunks that HBM always has say nothing of those that it lacks.
+
+Whether the parts of a class differ is asked in the same way: given how many uses of the class there were at an age, two
+predictions say which parts they belong to, by the rates of the parts and by one rate for all.
 """
 
 from typing import Any, final
@@ -62,3 +65,26 @@ class ConstantRates:
     def found(self) -> tuple[_Bools, _Floats]:
         """Returns the classes for which age does not matter, as bool[classes], and the rate of use of each class."""
         return self._evidence > _ENOUGH, self._uses / np.maximum(self._exposure, 1.0)
+
+
+@final
+class PartRates:
+    """The evidence that the parts of a class are used at different rates."""
+
+    def __init__(self) -> None:
+        self._evidence = 0.0
+
+    def observe(self, runs: _Floats, exposure: _Floats, rates: _Floats) -> None:
+        """Compares the predictions for a while with what happened; as `ConstantRates.observe`, by part for class."""
+        mean = (exposure * rates).sum(0) / np.maximum(exposure.sum(0), 1.0)
+        mixed = (1 - _DOUBT) * rates + _DOUBT * mean
+        ratio = np.where(exposure > 0, mixed / np.maximum(mean, 1e-300), 1.0)
+        self._evidence += float((runs * np.log(ratio)).sum())
+
+    def halve(self) -> None:
+        """Halves the weight of all that was observed."""
+        self._evidence /= 2
+
+    def found(self) -> bool:
+        """Whether the parts differ."""
+        return self._evidence > _ENOUGH

@@ -3,8 +3,10 @@
 Consecutive chunks of a prefix that were used by the same requests are a run: they mostly share their future. The class
 of a run says how often it has been used: a run used twice is used again more often than one used once. Among runs used
 once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
-conversation and a question about a popular document differ. The time to the next use of each class is learned from all
-runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
+conversation and a question about a popular document differ. Runs that begin a prompt are told apart by their length
+too, while that matters: a scan of long documents that never return is not like chats. The time to the next use of each
+class is learned from all runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is
+assumed of the traffic.
 
 The victim is the tail of the run whose class and age have the lowest value (see `runs`).
 
@@ -33,6 +35,10 @@ _CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for 
 # as a use; with two classes, hit rates differed by up to 0.005.
 _POOLS = [*range(_NUM_ORIGINS + 1), *range(_NUM_ORIGINS, _NUM_CLASSES - 1)]
 
+# Runs used once without a run before them also belong to a part of class 0, by their length: 1, 2, 3, 4 to 5, 6 to 7, 8
+# to 11, ... chunks, the last 128 and more. Parts are numbered like classes, after all of these.
+_NUM_LENGTHS = 14
+
 _TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 _MIN_TRACKED = 2**13  # and at least
 _END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
@@ -46,7 +52,7 @@ class DensityPolicy(EvictionPolicy):
         self._runs = RunTable()  # of every chunk, resident or tracked
         self._num_known = 0
         self._num_resident = 0
-        self._queues = RunQueues(_CLASS_USES, _POOLS)
+        self._queues = RunQueues(_CLASS_USES, _POOLS, num_parts=_NUM_LENGTHS)
         self._newest_use_id = -1
         self._tracked: deque[tuple[Run, int]] = deque()  # runs with evicted chunks, and in which lifetime
         self._max_tracked = _MIN_TRACKED
@@ -181,11 +187,14 @@ class DensityPolicy(EvictionPolicy):
         run.num_resident += len(keys)
         self._num_known += len(keys)
         self._queues.resize_run(run, len(keys))
+        if run.class_id >= _NUM_CLASSES:
+            run.origin = _part_of(len(run.keys))
+            self._queues.change_class(run, run.origin)
         return run
 
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
-        origin = 0 if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
+        origin = _part_of(len(keys)) if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
         if not self._runs.add_new(run, keys):
             return None
@@ -375,6 +384,10 @@ class DensityPolicy(EvictionPolicy):
             if run.ticket != ticket:
                 queue.popleft()
                 continue
+            if not self._queues.is_in(run, queue):
+                queue.popleft()
+                self._queues.place(run)
+                continue
             num_resident, num_keys = run.num_resident, len(run.keys)
             tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
             num_evicted, stopped_at = residents.evict_tail(tail, min(num_chunks, num_resident))
@@ -399,6 +412,14 @@ def _class_of(num_uses: int) -> int:
     """The class of runs with at least two uses."""
     power = num_uses.bit_length() - 2
     return min(_NUM_ORIGINS + 2 * power + (num_uses >> power & 1), _NUM_CLASSES - 1)
+
+
+def _part_of(num_chunks: int) -> int:
+    """The part of class 0 for runs of this length."""
+    if num_chunks < 2:
+        return _NUM_CLASSES
+    power = num_chunks.bit_length() - 2
+    return _NUM_CLASSES + min(1 + 2 * power + (num_chunks >> power & 1), _NUM_LENGTHS - 1)
 
 
 def _is_open(run: Run) -> bool:

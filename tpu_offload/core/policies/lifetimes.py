@@ -20,6 +20,9 @@ The prior, for no or few observations: the probability of a use is the same in e
 than the one before, and proportional to the number of uses so far. So the value falls with age, as with LRU, and grows
 with uses, as with LFU (both: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017). Beyond the oldest observed age
 it falls as one over the age.
+
+A class may have parts. Their hazard rates are those of the class times a factor (Cox, "Regression models and
+life-tables", 1972): one number for each part, so that few observations suffice.
 """
 
 from array import array
@@ -29,7 +32,7 @@ from typing import Any, final
 
 import numpy as np
 
-from tpu_offload.core.policies.constant_rates import ConstantRates
+from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 
 type _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -41,6 +44,7 @@ _ENDS = np.append(_STARTS[1:], 2 * _STARTS[-1])
 _WIDTHS = _ENDS - _STARTS
 _PRIOR_HAZARD = 0.05  # of a use in an age group, for chunks used once
 _PRIOR_RUNS = 8.0  # weight of the prior, in observed runs of a class
+_PART_RUNS = 16.0  # weight of the factor 1 for a part of a class, in expected uses of runs
 _MAX_PRIOR = 0.9
 _MAX_HAZARD = 0.999
 
@@ -54,29 +58,38 @@ class Lifetimes:
       half_life: observations are halved in weight after this many lifetimes of runs have ended.
       pools: for each class the pool that it belongs to; the hazard rates of a pool are estimated together. By default
         each class is its own.
+      num_parts: class 0 has so many parts, numbered like classes after the last of these. What is counted in a part
+        counts in class 0 too.
     """
 
-    def __init__(self, num_uses: Sequence[float], *, half_life: int, pools: Sequence[int] | None = None) -> None:
-        numbers = np.arange(len(num_uses)) if pools is None else np.asarray(pools)
-        self._pooled = (numbers[:, None] == numbers).astype(np.float64)  # [class, classes of its pool]
+    def __init__(
+        self, num_uses: Sequence[float], *, half_life: int, pools: Sequence[int] | None = None, num_parts: int = 0
+    ) -> None:
+        numbers = [*(range(len(num_uses)) if pools is None else pools), *range(-num_parts, 0)]
+        num_classes = len(numbers)
+        self._whole = np.eye(num_classes)  # [class, classes that count in it]
+        self._whole[0, len(num_uses) :] = 1.0
+        # [class, classes of its pool]
+        self._pooled = np.equal.outer(numbers, numbers).astype(np.float64) @ self._whole
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
         # Chunks by class and age group, and the runs that hit since the last estimate: `array`s for counting single
         # events, with numpy views of all counts.
-        counters = [array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(4)]
+        counters = [array("d", [0.0]) * (num_classes * _NUM_GROUPS) for _ in range(4)]
         self._uses, self._in_hbm, self._ends, self._runs = counters
         self._all_uses, self._all_in_hbm, self._all_ends, self._all_runs = (
-            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in counters
+            np.frombuffer(counts).reshape(num_classes, _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
-        self._density = np.zeros((_NUM_GROUPS, len(num_uses)))
+        self._density = np.zeros((_NUM_GROUPS, num_classes))
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
         self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
-        self._constant = ConstantRates(len(num_uses))
-        self.learn([1], [[0.0] * len(num_uses)])
+        self._constant = ConstantRates(num_classes)
+        self._parts = PartRates()
+        self.learn([1], [[0.0] * num_classes])
 
     def end(
         self, class_id: int, num_chunks: int, age: int, *, used: bool, in_hbm: bool = False, goes_on: bool = False
@@ -124,19 +137,29 @@ class Lifetimes:
         alive_now = np.zeros_like(self._all_ends)
         np.add.at(alive_now.T, groups, np.asarray(alive))
         if elapsed:
-            exposure = (self._alive_then + alive_now) / 2 * elapsed * self._shares  # as far as HBM has none of them
-            observed = self._all_uses - self._all_in_hbm - self._hits_then, self._all_runs, exposure
+            hits = self._all_uses - self._all_in_hbm - self._hits_then
+            exposure = (self._alive_then + self._whole @ alive_now) / 2 * elapsed
+            exposure *= self._shares  # as far as HBM has none of them
+            observed = self._whole @ hits, self._whole @ self._all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
-            self._constant.observe(uses, runs, exposure, self._rates[:, first:])
+            rates = self._rates[:, first:]
+            self._constant.observe(uses, runs, exposure, rates)
+            parts = slice(len(self._factors), None)
+            self._parts.observe(runs[parts], exposure[parts], rates[parts])
         self._all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
             for counts in (self._all_uses, self._all_in_hbm, self._all_ends):
                 counts /= 2
             self._constant.halve()
-        self._alive_then, self._hits_then = alive_now, self._all_uses - self._all_in_hbm
+            self._parts.halve()
+        self._alive_then, self._hits_then = self._whole @ alive_now, self._all_uses - self._all_in_hbm
         ends = self._pooled @ (self._all_ends + alive_now)
         self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
+
+    def parts_differ(self) -> bool:
+        """Whether the parts of class 0 are used at different rates, as last estimated."""
+        return self._parts.found()
 
     def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
         """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
@@ -170,18 +193,29 @@ class Lifetimes:
         The prior is that of all classes together, because what HBM still has depends on its age most of all.
         """
         weight = _PRIOR_RUNS * self._run_size
-        common = 1 - in_hbm.sum(0) / (uses.sum(0) + weight)
+        num = len(self._factors)
+        common = 1 - in_hbm[:num].sum(0) / (uses[:num].sum(0) + weight)
         share: _Floats = 1 - (in_hbm + weight * (1 - common)) / (uses + weight)
         return share
 
     def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
         """The probability of a use in each age group, given that it is reached; by class."""
         weight = _PRIOR_RUNS * self._run_size
+        num = len(self._factors)
+        part_uses, part_reached = uses[num:], reached[num:]
+        uses, reached = uses[:num], reached[:num]
         common = (uses.sum(0) + weight * _PRIOR_HAZARD) / (reached.sum(0) + weight)
         mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
         prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
         hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
-        return hazard
+        return np.concatenate([hazard, self._part_hazard(hazard[0], part_uses, part_reached)])
+
+    def _part_hazard(self, hazard: _Floats, uses: _Floats, reached: _Floats) -> _Floats:
+        """The same for the parts of a class, in proportion to the hazard of the class."""
+        weight = _PART_RUNS * self._run_size
+        factors = (uses.sum(1) + weight) / ((reached * hazard).sum(1) + weight)
+        parts: _Floats = np.minimum(hazard * factors[:, None], _MAX_PRIOR)
+        return parts
 
 
 def _best_rates(used: _Floats, space: _Floats) -> _Floats:

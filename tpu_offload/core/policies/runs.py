@@ -119,11 +119,16 @@ class RunQueues:
     Args:
       num_uses: for each class, about how often its chunks have been used.
       pools: see `Lifetimes`.
+      num_parts: see `Lifetimes`. Runs of class 0 are in queues of their parts while these differ, else in those of the
+        class.
     """
 
-    def __init__(self, num_uses: Sequence[float], pools: Sequence[int] | None = None) -> None:
-        self._num_classes = len(num_uses)
-        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools)
+    def __init__(self, num_uses: Sequence[float], pools: Sequence[int] | None = None, *, num_parts: int = 0) -> None:
+        self._num_classes = len(num_uses) + num_parts
+        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools, num_parts=num_parts)
+        self._apart = list(range(self._num_classes))
+        self._together = self._apart[: len(num_uses)] + [0] * num_parts
+        self._queue_of = self._together  # the number of its queue in a slice, by class
         self._now = 0
         self._slices = [_Slice(0, self._num_classes)]  # oldest first
         self._young = 0  # younger ages are not distinguished
@@ -220,13 +225,24 @@ class RunQueues:
         """A run has become longer or shorter by this many chunks, without a use."""
         self._slice_of(run).alive[run.class_id] += num_chunks
 
+    def change_class(self, run: Run, class_id: int) -> None:
+        """A run belongs to another class since its lifetime began. It is to be placed again."""
+        self.resize_run(run, -len(run.keys))
+        run.class_id = class_id
+        self.resize_run(run, len(run.keys))
+
+    def is_in(self, run: Run, queue: Queue) -> bool:
+        """Whether the run would be placed in this queue now; another one since parts differ, or no longer do."""
+        return self._slice_of(run).queues[self._queue_of[run.class_id]] is queue
+
     def place(self, run: Run) -> None:
         """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
         part = run.slice if run.slice.merged is None else self._slice_of(run)
-        queue = part.queues[run.class_id]
+        place = self._queue_of[run.class_id]
+        queue = part.queues[place]
         if not queue and self._ordered:
-            number = part.first + run.class_id
+            number = part.first + place
             heapq.heappush(self._waiting, (float(self._values[number]), number))
         queue.append((run, ticket))
 
@@ -243,6 +259,7 @@ class RunQueues:
             # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
+            self._queue_of = self._apart if self._lifetimes.parts_differ() else self._together
         for number, part in enumerate(slices):
             part.first = number * self._num_classes
         queues = self._queues = list(itertools.chain.from_iterable(part.queues for part in slices))
