@@ -97,10 +97,10 @@ class _Slice:
 
     __slots__ = ("alive", "first", "merged", "queues", "start")
 
-    def __init__(self, start: int, num_classes: int) -> None:
+    def __init__(self, start: int, *, num_classes: int, num_queues: int) -> None:
         self.start = start
         self.alive = [0] * num_classes  # chunks
-        self.queues: list[Queue] = [deque() for _ in range(num_classes)]
+        self.queues: list[Queue] = [deque() for _ in range(num_queues)]
         self.first = 0  # number of its first queue, when the queues were last sorted
         self.merged: _Slice | None = None  # the later slice that it was merged into
 
@@ -129,8 +129,9 @@ class RunQueues:
         self._apart = list(range(self._num_classes))
         self._together = self._apart[: len(num_uses)] + [0] * num_parts
         self._queue_of = self._together  # the number of its queue in a slice, by class
+        self._num_queues = len(num_uses)  # of a slice; parts have some from the first time that they differ
         self._now = 0
-        self._slices = [_Slice(0, self._num_classes)]  # oldest first
+        self._slices = [self._new_slice(0)]  # oldest first
         self._young = 0  # younger ages are not distinguished
         self._slice_size = _MIN_SLICE
         self._next_slice = _MIN_SLICE
@@ -178,7 +179,7 @@ class RunQueues:
     def clear(self) -> list[Entries]:
         """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
         held: list[Entries] = [queue for part in self._slices for queue in part.queues]
-        self._slices = [_Slice(self._now, self._num_classes)]
+        self._slices = [self._new_slice(self._now)]
         self._queues, self._waiting, self._ordered = [], [], False
         return held
 
@@ -259,11 +260,11 @@ class RunQueues:
             # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
-            self._queue_of = self._apart if self._lifetimes.parts_differ() else self._together
+            self._set_apart(self._lifetimes.parts_differ())
         for number, part in enumerate(slices):
-            part.first = number * self._num_classes
+            part.first = number * self._num_queues
         queues = self._queues = list(itertools.chain.from_iterable(part.queues for part in slices))
-        self._values = self._lifetimes.hit_density(ages).ravel()
+        self._values = self._lifetimes.hit_density(ages)[:, : self._num_queues].ravel()
         (some,) = np.fromiter(map(bool, queues), np.bool_, len(queues)).nonzero()
         values = self._values[some]
         by_value = values.argsort(kind="stable")
@@ -301,13 +302,24 @@ class RunQueues:
             part = run.slice = part.merged
         return part
 
+    def _new_slice(self, start: int) -> _Slice:
+        return _Slice(start, num_classes=self._num_classes, num_queues=self._num_queues)
+
+    def _set_apart(self, apart: bool) -> None:
+        """Whether runs are placed in queues of their parts from now on."""
+        self._queue_of = self._apart if apart else self._together
+        if apart and self._num_queues < self._num_classes:
+            self._num_queues = self._num_classes
+            for part in self._slices:
+                part.queues += [deque() for _ in range(self._num_classes - len(part.queues))]
+
     def _begin_slice(self) -> None:
         merged = self._slices[:1]
         for part in self._slices[1:]:
             if part.start - merged[-1].start + self._slice_size <= (self._now - part.start) // 8:
                 part.take_in(merged.pop())
             merged.append(part)
-        self._slices = [*merged, _Slice(self._now, self._num_classes)]
+        self._slices = [*merged, self._new_slice(self._now)]
         self._next_slice = self._now + self._slice_size
         self._ordered = False  # sorted on demand: never while there is room for all
         if self._now >= self._next_purge:
