@@ -6,7 +6,6 @@ prefix cache evicts blocks. A chunk is of use only behind the chunks before it, 
 that the host tier lacks. Most of that would be evicted next: HBM too evicts the tail of a prefix before its head.
 """
 
-import copy
 from typing import Any, final
 
 from tpu_offload.core.block_tables import Ids, read_hashes, read_ids
@@ -61,7 +60,7 @@ class EarlySaves:
         tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in given]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        saved = copy.copy(request)
+        saved = request.copy()
         saved.promise = saved.load = saved.revoked = None
         saved.block_tables = tables
         saved.num_offered_chunks = num_chunks

@@ -109,6 +109,45 @@ class RequestState:
         self.can_save = True
         self.has_kv = True
 
+    def copy(self) -> "RequestState":
+        """A copy that shares keys, tables and what else it holds; a compiled class has no `copy.copy`."""
+        other = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
+        other.limits = self.limits
+        other.keys = self.keys
+        other.promise = self.promise
+        other.load = self.load
+        other.block_tables = self.block_tables
+        other.num_offered_chunks = self.num_offered_chunks
+        other.num_gone_chunks = self.num_gone_chunks
+        other.num_tried_chunks = self.num_tried_chunks
+        other.num_found_chunks = self.num_found_chunks
+        other.num_looked_up_tokens = self.num_looked_up_tokens
+        other.num_found_tokens = self.num_found_tokens
+        other.num_saved_chunks = self.num_saved_chunks
+        other.num_checkpoint_chunks = self.num_checkpoint_chunks
+        other.junction_chunk = self.junction_chunk
+        other.checkpoint_chunk = self.checkpoint_chunk
+        other.last_boundary = self.last_boundary
+        other.target_chunk = self.target_chunk
+        other.awaits_checkpoint = self.awaits_checkpoint
+        other.rolling = self.rolling
+        other.num_deferred_chunks = self.num_deferred_chunks
+        other.backoff_until_s = self.backoff_until_s
+        other.at_load_limit = self.at_load_limit
+        other.num_cut_load_blocks = self.num_cut_load_blocks
+        other.awaits_staging = self.awaits_staging
+        other.arriving_since_s = self.arriving_since_s
+        other.storage_wait_s = self.storage_wait_s
+        other.num_asked_chunks = self.num_asked_chunks
+        other.num_asked_boundaries = self.num_asked_boundaries
+        other.awaited_lookup = self.awaited_lookup
+        other.lookup_wait_s = self.lookup_wait_s
+        other.num_skipped_tokens = self.num_skipped_tokens
+        other.revoked = self.revoked
+        other.can_save = self.can_save
+        other.has_kv = self.has_kv
+        return other
+
     def limit(self, limits: RequestLimits) -> None:
         """Sets the limits, and the priority that policies see."""
         self.limits = limits
