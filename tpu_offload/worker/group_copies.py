@@ -97,7 +97,7 @@ class GroupCopies:
         return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
 
     def can_copy(self, parts: Sequence[tuple[int, CopyPart]], direction: Direction) -> bool:
-        """Whether `part_error` finds nothing in any of these parts, each with the rank of its job."""
+        """Whether all of these parts, each with the rank of its job, can be copied; else `part_error` says why not."""
         block_ids = [block_id for _, part in parts for block_id in part.block_ids]
         host_ids = [block_id for _, part in parts for block_id in part.host_block_ids]
         if not block_ids:
@@ -117,7 +117,7 @@ class GroupCopies:
 
     def part_error(self, part: CopyPart, direction: Direction, rank: int) -> str:
         """Why a part of a job of a rank cannot be copied, in one line; empty if it can."""
-        if not part.block_ids:
+        if self.can_copy([(rank, part)], direction):
             return ""
         for name, ids, limit in (
             ("block ids", part.block_ids, self.memory.spec.num_blocks),

@@ -36,7 +36,7 @@ from tpu_offload.errors import CachesLostError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
-from tpu_offload.types import CacheEpoch, CopyJob, JobKind, StepPlan, StepReport
+from tpu_offload.types import CacheEpoch, CopyJob, JobKind, JobResult, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
@@ -57,6 +57,9 @@ _MAX_CLOSE_S = 20.0  # of the 30 s that Kubernetes leaves a pod to end in
 _MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs in between
 
 Caches = list[jax.Array]
+
+
+type _Copies = StorageStack | TierCopies | SwapCopies
 
 
 @final
@@ -138,7 +141,7 @@ class OffloadWorker:
                 wrap_copier=wrap_copier,
             )
         self._storage = self._make_storage(config, layout, worker_id=worker_id)
-        self._copies: list[Any] = [c for c in (self._storage, self._tier, self._swap) if c is not None]
+        self._copies: list[_Copies] = [c for c in (self._storage, self._tier, self._swap) if c is not None]
         setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._reported: tuple[Any, ...] = (0, 0, 0, 0), (), 0, (), 0, setup  # the last `_state` that was reported
@@ -409,11 +412,7 @@ class OffloadWorker:
         lost_swap = self._swap.take_lost() if self._swap else ()
         self._reported, self._report = state, None
         return self._make_report(
-            state,
-            results=self._jobs.take_results(),
-            lost_slots=lost[0],
-            lost_states=lost[1],
-            lost_swap_blocks=lost_swap,
+            state, self._jobs.take_results(), lost_slots=lost[0], lost_states=lost[1], lost_swap_blocks=lost_swap
         )
 
     def take_written_loads(self) -> tuple[int, ...]:
@@ -475,11 +474,12 @@ class OffloadWorker:
         num_swap = swap.num_blocks_ready if swap is not None else ()
         return memory, num_swap, jobs.oldest_id, jobs.storage_ids, gate.epoch.num_losses, gate.setup
 
-    def _make_report(self, state: tuple[Any, ...], **ended: Any) -> StepReport:
-        """A report of a `_state`, and of what has ended."""
+    def _make_report(self, state: tuple[Any, ...], results: tuple[JobResult, ...] = (), **lost: Any) -> StepReport:
+        """A report of a `_state`, of the jobs that ended, and of what was lost."""
         memory, num_swap, oldest_id, storage_ids, num_losses, setup = state
         return StepReport(
             worker_id=self._gate.epoch.worker_id,
+            results=results,
             num_host_chunks=memory[0],
             num_host_states=memory[1],
             num_host_segments=memory[2],
@@ -490,7 +490,7 @@ class OffloadWorker:
             incarnation=self._gate.epoch.incarnation,
             num_cache_losses=num_losses,
             setup=setup,
-            **{"results": (), **ended},
+            **lost,
         )
 
     def _refuse(self, jobs: Iterable[CopyJob], error: str) -> None:
@@ -503,7 +503,7 @@ class OffloadWorker:
         for copies in self._collectable():
             copies.collect()
 
-    def _collectable(self) -> list[StorageStack | TierCopies | SwapCopies]:
+    def _collectable(self) -> list[_Copies]:
         """All copies, but not storage while a forward pass may have the segment that it would write."""
         awaits_pass = self._tier is not None and self._tier.awaits_pass
         return [copies for copies in self._copies if not (awaits_pass and copies is self._storage)]

@@ -178,7 +178,7 @@ class RunQueues:
 
     def clear(self) -> list[Entries]:
         """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
-        held: list[Entries] = [queue for part in self._slices for queue in part.queues]
+        held: list[Entries] = [queue for time_slice in self._slices for queue in time_slice.queues]
         self._slices = [self._new_slice(self._now)]
         self._queues, self._waiting, self._ordered = [], [], False
         return held
@@ -205,12 +205,12 @@ class RunQueues:
           in_hbm: whether HBM served that use.
         """
         num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
-        part = run.slice
-        if part is not newest:
-            if part.merged is not None:
-                part = self._slice_of(run)
+        time_slice = run.slice
+        if time_slice is not newest:
+            if time_slice.merged is not None:
+                time_slice = self._slice_of(run)
             run.slice = newest
-        part.alive[run.class_id] -= num_chunks
+        time_slice.alive[run.class_id] -= num_chunks
         newest.alive[class_id] += num_chunks
         begun = run.time, run.class_id
         self._lifetimes.end(
@@ -239,11 +239,11 @@ class RunQueues:
     def place(self, run: Run) -> None:
         """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
-        part = run.slice if run.slice.merged is None else self._slice_of(run)
+        time_slice = run.slice if run.slice.merged is None else self._slice_of(run)
         place = self._queue_of[run.class_id]
-        queue = part.queues[place]
+        queue = time_slice.queues[place]
         if not queue and self._ordered:
-            number = part.first + place
+            number = time_slice.first + place
             heapq.heappush(self._waiting, (float(self._values[number]), number))
         queue.append((run, ticket))
 
@@ -251,19 +251,19 @@ class RunQueues:
         """Sorts all queues by value. O(queues)."""
         self._ordered = True
         slices = self._slices
-        starts = [part.start for part in slices] + [self._now]
+        starts = [time_slice.start for time_slice in slices] + [self._now]
         ages = [self._now - (a + b) // 2 for a, b in itertools.pairwise(starts)]
         if self._now >= self._next_learn:
             elapsed, self._last_learn = self._now - self._last_learn, self._now
             self._next_learn = self._now + self._learn_every
-            alive = [part.alive for part in slices]
+            alive = [time_slice.alive for time_slice in slices]
             # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
             self._set_apart(self._lifetimes.parts_differ())
-        for number, part in enumerate(slices):
-            part.first = number * self._num_queues
-        queues = self._queues = list(itertools.chain.from_iterable(part.queues for part in slices))
+        for number, time_slice in enumerate(slices):
+            time_slice.first = number * self._num_queues
+        queues = self._queues = list(itertools.chain.from_iterable(time_slice.queues for time_slice in slices))
         self._values = self._lifetimes.hit_density(ages)[:, : self._num_queues].ravel()
         (some,) = np.fromiter(map(bool, queues), np.bool_, len(queues)).nonzero()
         values = self._values[some]
@@ -276,14 +276,14 @@ class RunQueues:
         for run in runs:
             where = id(self._slice_of(run)), run.class_id
             alive[where] = alive.get(where, 0) + len(run.keys)
-        for part in self._slices:
-            for class_id, num_alive in enumerate(part.alive):
-                assert alive.pop((id(part), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
+        for time_slice in self._slices:
+            for class_id, num_alive in enumerate(time_slice.alive):
+                assert alive.pop((id(time_slice), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
         assert not any(alive.values()), "a lifetime is in a slice that does not exist"
 
     def waiting(self) -> set[int]:
         """The `id()`s of the runs that await eviction. For tests."""
-        queues = [queue for part in self._slices for queue in part.queues]
+        queues = [queue for time_slice in self._slices for queue in time_slice.queues]
         return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
 
     def order(self) -> list[Queue]:
@@ -294,13 +294,13 @@ class RunQueues:
 
     def num_entries(self) -> int:
         """Entries of all queues, stale ones too. For tests."""
-        return sum(len(queue) for part in self._slices for queue in part.queues)
+        return sum(len(queue) for time_slice in self._slices for queue in time_slice.queues)
 
     def _slice_of(self, run: Run) -> _Slice:
-        part = run.slice
-        while part.merged is not None:
-            part = run.slice = part.merged
-        return part
+        time_slice = run.slice
+        while time_slice.merged is not None:
+            time_slice = run.slice = time_slice.merged
+        return time_slice
 
     def _new_slice(self, start: int) -> _Slice:
         return _Slice(start, num_classes=self._num_classes, num_queues=self._num_queues)
@@ -310,15 +310,15 @@ class RunQueues:
         self._queue_of = self._apart if apart else self._together
         if apart and self._num_queues < self._num_classes:
             self._num_queues = self._num_classes
-            for part in self._slices:
-                part.queues += [deque() for _ in range(self._num_classes - len(part.queues))]
+            for time_slice in self._slices:
+                time_slice.queues += [deque() for _ in range(self._num_classes - len(time_slice.queues))]
 
     def _begin_slice(self) -> None:
         merged = self._slices[:1]
-        for part in self._slices[1:]:
-            if part.start - merged[-1].start + self._slice_size <= (self._now - part.start) // 8:
-                part.take_in(merged.pop())
-            merged.append(part)
+        for time_slice in self._slices[1:]:
+            if time_slice.start - merged[-1].start + self._slice_size <= (self._now - time_slice.start) // 8:
+                time_slice.take_in(merged.pop())
+            merged.append(time_slice)
         self._slices = [*merged, self._new_slice(self._now)]
         self._next_slice = self._now + self._slice_size
         self._ordered = False  # sorted on demand: never while there is room for all
@@ -328,7 +328,7 @@ class RunQueues:
 
     def _purge_stale(self) -> None:
         """Stale entries are mostly at the old end; others are removed when their slice is evicted from."""
-        for part in self._slices:
-            for queue in part.queues:
+        for time_slice in self._slices:
+            for queue in time_slice.queues:
                 while queue and queue[0][0].ticket != queue[0][1]:
                     queue.popleft()
