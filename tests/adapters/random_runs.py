@@ -150,7 +150,7 @@ class RandomRun:
 
         self.stack.side.take_events = take
         # With several groups, lost caches end the engine.
-        loss_rate = 0.0 if mode.has_groups else rng.choice([0.0, 0.0, 0.1])
+        loss_rate = 0.0 if mode.has_groups else rng.choice([0.0, 0.1, 0.3])
         self.faults = Faults(self.stack, rng, self.fault_rate, loss_rate)
         self.counts: Counter[str] = self.faults.counts
         groups = ["full", *["window"] * (self.num_groups - 1), "state"]
