@@ -67,6 +67,7 @@ def test_what_the_kv_depends_on_changes_it(change):
         ("MOE_APPROX_TOPK", "1"),
         ("USE_BATCHED_RPA_SEQ_ON_LANE", "1"),
         ("MLA_TRANSPOSE_KV_CACHE", "1"),
+        ("TPU_MOE_FP8_OUTPUT_COMM", "fp8"),
     ],
 )
 def test_how_tpu_inference_computes_changes_it(monkeypatch, name, value):

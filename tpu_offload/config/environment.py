@@ -17,6 +17,11 @@ def env_name(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
 
+def read_variable(name: str) -> str:
+    """A variable of another package, which reads it itself and does not say what it read; empty if unset."""
+    return os.environ.get(name, "")
+
+
 def read_settings(
     environ: Mapping[str, str] | None,
     overrides: Mapping[str, Any] | None,

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tpu_offload.config.environment import read_variable
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -22,6 +24,8 @@ _PACKAGES = ("vllm-tpu", "vllm", "tpu-inference", "tpu_inference")
 # precision of weights and activations, approximations, and how pages are laid out. Others only change the speed, or the
 # order in which numbers are added.
 _WORDS = ("MODEL_IMPL", "QUANTIZ", "DTYPE", "APPROX", "RANDOM_ROUTING", "MLA_", "RPA_KERNEL", "SEQ_ON_LANE")
+# A kernel reads this one past tpu-inference's list of its variables: experts' outputs are sent as float8.
+_UNLISTED = "TPU_MOE_FP8_OUTPUT_COMM"
 
 # Of the settings for images, videos and sounds, those that embeddings depend on. vLLM's hash of an image covers what a
 # request sets of these, not what the engine does.
@@ -72,7 +76,8 @@ def _environment() -> list[tuple[str, str]]:
         from tpu_inference import envs
     except ImportError:
         return []
-    return [(name, str(getattr(envs, name))) for name in sorted(dir(envs)) if any(word in name for word in _WORDS)]
+    listed = [(name, str(getattr(envs, name))) for name in sorted(dir(envs)) if any(word in name for word in _WORDS)]
+    return [*listed, (_UNLISTED, read_variable(_UNLISTED).lower())]
 
 
 def _versions() -> Iterator[str]:
