@@ -71,7 +71,9 @@ class DirectCopier(Copier):
     def split(self, moves: BlockMoves) -> list[BlockMoves]:
         """See `Copier`; more than 512 blocks of a rank are split."""
         capacity = self._spec.capacity
-        if moves.ranks is None or len(moves) <= capacity:
+        if 0 < len(moves) <= capacity:
+            return [moves]
+        if moves.ranks is None:
             return [moves.take(slice(start, start + capacity)) for start in range(0, len(moves), capacity)]
         piece_of = np.empty(len(moves), np.int32)
         for rank in np.unique(moves.ranks):

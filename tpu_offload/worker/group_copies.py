@@ -5,7 +5,7 @@ flight (see `worker.jobs`). If a failed program destroys a segment of host memor
 nothing is read from its places until they are written again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -92,10 +92,6 @@ class GroupCopies:
 
     # Jobs.
 
-    def parts_of(self, job: CopyJob) -> Iterator[CopyPart]:
-        """The parts of a job in this store and layer group."""
-        return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
-
     def can_copy(self, parts: Sequence[tuple[int, CopyPart]], direction: Direction) -> bool:
         """Whether all of these parts, each with the rank of its job, can be copied; else `part_error` says why not."""
         block_ids = [block_id for _, part in parts for block_id in part.block_ids]
@@ -137,36 +133,32 @@ class GroupCopies:
 
     def by_segment(self, jobs: Sequence[CopyJob]) -> BySegment:
         """The blocks that these jobs copy in this store and layer group, by segment."""
-        parts = [(job.job_id, part) for job in jobs for part in self.parts_of(job)]
-        if not parts:
+        parts = [
+            (job, part)
+            for job in jobs
+            for part in job.parts
+            if part.group_id == self.group_id and part.store is self.store
+        ]
+        # With few blocks each call of numpy costs more than a list.
+        host_ids = parts[0][1].host_block_ids if len(parts) == 1 else [i for _, p in parts for i in p.host_block_ids]
+        if not host_ids:
             return []
-        if len(parts) == 1:  # by far the most frequent, and cheaper
-            ((job_id, part),) = parts
-            job_ids = np.full(len(part.block_ids), job_id, np.int64)
-            block_ids, host_ids = (np.array(ids, np.int32) for ids in (part.block_ids, part.host_block_ids))
-        else:
-            job_ids = np.repeat(
-                np.array([job_id for job_id, _ in parts], np.int64), [len(p.block_ids) for _, p in parts]
-            )
-            block_ids = np.array([b for _, part in parts for b in part.block_ids], np.int32)
-            host_ids = np.array([b for _, part in parts for b in part.host_block_ids], np.int32)
-        if not len(host_ids):
-            return []
-        ranks = self._ranks_of(jobs)
-        if self.memory.num_segments == 1:
-            return [(0, BlockMoves(job_ids, block_ids, host_ids, ranks))]
-        segment_ids, places = np.divmod(host_ids, np.int32(self.memory.spec.segment_blocks))
-        moves = BlockMoves(job_ids, block_ids, places, ranks)
-        if segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
-            return [(int(segment_ids[0]), moves)]
+        block_ids = parts[0][1].block_ids if len(parts) == 1 else [i for _, part in parts for i in part.block_ids]
+        job_ids, places = np.array(_of_blocks(parts, "job_id"), np.int64), np.array(host_ids, np.int32)
+        ranks = self._ranks_of(parts)
+        size = self.memory.spec.segment_blocks
+        segment_id = min(host_ids) // size
+        if segment_id == max(host_ids) // size:  # nearly always
+            if segment_id:
+                places -= np.int32(segment_id * size)
+            return [(segment_id, BlockMoves(job_ids, np.array(block_ids, np.int32), places, ranks))]
+        segment_ids, places = np.divmod(places, np.int32(size))
+        moves = BlockMoves(job_ids, np.array(block_ids, np.int32), places, ranks)
         return [(int(i), moves.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
-    def _ranks_of(self, jobs: Sequence[CopyJob]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-        """The rank of each block that these jobs copy in this store and layer group; None with one rank."""
-        if self.memory.spec.num_ranks == 1:
-            return None
-        sizes = [sum(len(part.block_ids) for part in self.parts_of(job)) for job in jobs]
-        return np.repeat(np.array([job.rank for job in jobs], np.int32), sizes)
+    def _ranks_of(self, parts: Sequence[tuple[CopyJob, CopyPart]]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+        """The rank of each block of these parts, each with its job; None with one rank."""
+        return None if self.memory.spec.num_ranks == 1 else np.array(_of_blocks(parts, "rank"), np.int32)
 
     # Dispatch.
 
@@ -216,6 +208,9 @@ class GroupCopies:
         return [kv_caches[i] for i in self._layer_ids]
 
     def _put(self, kv_caches: Caches, written: Caches) -> None:
+        if len(self._layer_ids) == len(kv_caches) == len(written):
+            kv_caches[:] = written
+            return
         for i, cache in zip(self._layer_ids, written, strict=True):
             kv_caches[i] = cache
 
@@ -315,6 +310,14 @@ class GroupCopies:
             or flight.phase is Phase.COPYING
             or not (self._lockstep or flight.direction is Direction.LOAD)
         ]
+
+
+def _of_blocks(parts: Sequence[tuple[CopyJob, CopyPart]], name: str) -> list[int]:
+    """An attribute of each block's job."""
+    values: list[int] = []
+    for job, part in parts:
+        values += [getattr(job, name)] * len(part.block_ids)
+    return values
 
 
 def page_groups_of(groups: Iterable[GroupCopies], group_id: int) -> list[GroupCopies]:

@@ -182,8 +182,13 @@ class HostMemory:
     def mark(self, segment_id: int, places: Any, *, lost: bool, ranks: Any = None) -> None:
         """Marks places of a segment as lost or as written; those of all ranks, of one, or each of the rank given."""
         first = segment_id * self.spec.segment_blocks
-        of_segment = self.lost[:, first : first + self.spec.segment_blocks]
-        of_segment[slice(None) if ranks is None else ranks, places] = lost
+        end = first + self.spec.segment_blocks
+        if ranks is not None:
+            self.lost[:, first:end][ranks, places] = lost
+        elif len(self.lost) == 1:  # nearly always, and cheaper
+            self.lost[0, first:end][places] = lost
+        else:
+            self.lost[:, first:end][:, places] = lost
 
     def check_segment(self, segment_id: int, *, lost: bool) -> None:
         """After a failed copy, marks a segment as lost if it is, or if the failed program has taken it by donation."""
@@ -211,12 +216,13 @@ def check_copied(flight: Flight) -> None:
 def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
     """How many blocks were copied, and how many there are; only of ranks that this process has devices of."""
     if moves.ranks is None or token.is_fully_addressable:
-        return int(np.asarray(token).sum()), len(moves)
-    num_copied: dict[int, int] = {}
+        num_copied = np.asarray(token)
+        return int(num_copied.sum() if num_copied.ndim else num_copied), len(moves)
+    of_rank: dict[int, int] = {}
     for shard in token.addressable_shards:
         rank, count = shard.index[0].start or 0, int(np.asarray(shard.data)[0])
-        num_copied[rank] = min(count, num_copied.get(rank, count))  # that of the device that has copied fewest
-    return sum(num_copied.values()), int(np.isin(moves.ranks, list(num_copied)).sum())
+        of_rank[rank] = min(count, of_rank.get(rank, count))  # that of the device that has copied fewest
+    return sum(of_rank.values()), int(np.isin(moves.ranks, list(of_rank)).sum())
 
 
 def error_line(error: BaseException) -> str:

@@ -85,7 +85,7 @@ class WorkerJobs:
         """No job with a smaller id is in flight, except those of storage, or will be: ids rise from plan to plan."""
         if not self._jobs:
             return self._watermark
-        return min([self._watermark, *(i for i, job in self._jobs.items() if not job.of_storage)])
+        return min([self._watermark, *[i for i, job in self._jobs.items() if not job.of_storage]])
 
     @property
     def storage_ids(self) -> tuple[int, ...]:

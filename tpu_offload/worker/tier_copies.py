@@ -6,6 +6,7 @@ copies of each page group are in `worker.group_copies`, the memory is in `worker
 
 import dataclasses
 import logging
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
@@ -118,7 +119,12 @@ class TierCopies:
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight or in the backlog."""
-        return bool(self._backlog) or any(group.flights for group in self._groups)
+        if self._backlog:
+            return True
+        for group in self._groups:  # noqa: SIM110 - as in `OffloadWorker.has_flights`
+            if group.flights:
+                return True
+        return False
 
     @property
     def hbm_nbytes(self) -> int:
@@ -319,7 +325,8 @@ class TierCopies:
     def _save(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
         """Dispatches saves. No two of a rank share a flight: it plans several jobs only to isolate their failures."""
         accepted = self._accept(jobs)
-        batches = [batch for together in _one_of_each_rank(accepted) for batch in self._by_group(together)]
+        flights = [[job] for job in accepted] if self._num_ranks == 1 else _one_of_each_rank(accepted)
+        batches = [batch for together in flights for batch in self._by_group(together)]
         self._dispatch([job.job_id for job in accepted], batches, Direction.SAVE, kv_caches)
 
     def _load(self, job_ids: Sequence[int], batches: Batches, kv_caches: Caches) -> None:
@@ -350,7 +357,7 @@ class TierCopies:
             accepted,
             step_id=self._step_id,
             room=self._room if self._stages else None,
-            staging_room=self._staging.room,
+            staging_room=self._staging.room if self._stages else sys.maxsize,
             urgent=urgent,
         )
         return job_ids, pieces
@@ -372,6 +379,8 @@ class TierCopies:
 
     def _fail_lost_loads(self) -> None:
         """Fails loads whose host memory is lost, before other chunks are written there, which they would read."""
+        if not self._backlog:  # nearly always
+            return
         for load in self._backlog:
             lost = (
                 group.memory.lost[load.job.rank, places].any()
@@ -401,7 +410,7 @@ class TierCopies:
 
 
 def _one_of_each_rank(jobs: Iterable[CopyJob]) -> list[list[CopyJob]]:
-    """Splits jobs so that no two of a rank are together: with one rank, one by one."""
+    """Splits jobs so that no two of a rank are together."""
     together: list[list[CopyJob]] = []
     num_jobs: Counter[int] = Counter()
     for job in jobs:

@@ -131,7 +131,7 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
         and _is_count(plan.step_id)
         and _is_count(plan.next_job_id)
         and epochs is plan.cache_epochs
-        and _is_division(plan.division)
+        and (plan.division is None or _is_division(plan.division))
     ):
         return plan
     jobs = _reportable_jobs(plan.jobs)

@@ -398,7 +398,7 @@ class OffloadWorker:
         """
         if self.has_flights:
             self._collect()
-            until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S)
+            until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S) if wait else 0.0
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
         state = self._state()
@@ -431,7 +431,10 @@ class OffloadWorker:
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight, so that a later `poll` has more to report."""
-        return any(copies.has_flights for copies in self._copies)
+        for copies in self._copies:  # noqa: SIM110 - in every step, and a generator takes 2 us of 20
+            if copies.has_flights:
+                return True
+        return False
 
     @property
     def hbm_nbytes(self) -> int:
