@@ -22,6 +22,10 @@ from collections.abc import Sequence
 from typing import Any, final
 
 _END = b"\r\n"
+# What the kernel holds of a value that is being sent, where it would hold up to 4 MiB: less of it leaves the processor's
+# caches before the network, or a server on the same machine, takes it (docs/measurements.md, "Valkey beside raw TCP").
+# One connection then sends at most this much in each round trip: with 0.5 ms, 2 GB/s, which is a server's limit.
+_SEND_BUFFER_NBYTES = 1 << 20
 _MAX_LINE_NBYTES = 512
 _MAX_ANSWER_NBYTES = 1 << 20  # of a short one
 _NO_SUCH_KEY = b"$-1"
@@ -56,6 +60,8 @@ class Connection:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # The kernel doubles it, and takes no more than `net.core.wmem_max`.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES // 2)
         except BaseException:
             self._socket.close()
             raise
