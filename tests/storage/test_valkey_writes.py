@@ -322,7 +322,8 @@ STAGES = [(0, b""), (5, b""), (40, b""), (1 << 20, b""), (None, b""), (None, b"+
 @pytest.mark.parametrize("stage", STAGES, ids=range(len(STAGES)))
 def test_a_server_that_ends_within_a_write(stage, by_reset):
     with connected(ends(*stage, by_reset=by_reset), answers(OK), buffer_nbytes=BUFFER_NBYTES) as (_, connections):
-        assert failure(connections, data=LARGE).startswith(("ConnectionResetError: ", "BrokenPipeError: "))
+        message = failure(connections, data=LARGE)  # with the address, if connecting already fails
+        assert "ConnectionResetError: " in message or "BrokenPipeError: " in message
         assert not connections._idle
         write(connections)
 
