@@ -499,11 +499,12 @@ def test_tls(server, tmp_path, caplog):
     with servers.tls_proxy(server.port, tmp_path / "own.pem", tmp_path / "own.key") as port:
         proxied = servers.Server(lambda port: ())
         proxied.port = port
-        options = url(proxied, f"&ca_file={tmp_path}/own.pem", scheme="valkeys")
+        options = url(proxied, f"&ca_file={tmp_path}/own.pem&ttl_s=1000", scheme="valkeys")
         with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options))) as tier:
             assert not isinstance(tier._records, RecordConnections), "it has no TLS"
             write(tier, key_of(1), 1)
             assert read(tier, key_of(1)) == payload(1)
+            assert 900 < tier._askers.ttl(tier._prefix() + key_of(1)) <= 1000
             tier._askers.set(tier._prefix() + key_of(1), b"short")
             with pytest.raises(OSError, match="the server has 5 bytes"):
                 tier.read(key_of(1), new_record())
