@@ -1,6 +1,7 @@
 """A server for tests of the valkey tier's own connections that answers what a script says, right or wrong."""
 
 import contextlib
+import dataclasses
 import select
 import socket
 import struct
@@ -158,6 +159,11 @@ def connections_to(*hosts: Any, timeout_s: float = LATE_S, **options: Any) -> Re
     """To these fake servers, or addresses."""
     addresses = tuple(("127.0.0.1", host.port) if isinstance(host, FakeServer) else host for host in hosts)
     return RecordConnections(ServerOptions(addresses=addresses, timeout_s=timeout_s, **options))
+
+
+def set_timeout(connections: RecordConnections, timeout_s: float) -> None:
+    """From now on. What has to succeed gets `LATE_S`, however busy the machine is."""
+    connections._server = dataclasses.replace(connections._server, timeout_s=timeout_s)
 
 
 @contextlib.contextmanager

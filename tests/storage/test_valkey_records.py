@@ -21,6 +21,7 @@ from tests.storage.fake_valkey import (
     connected,
     connections_to,
     in_threads,
+    set_timeout,
     value,
 )
 from tpu_offload.storage.resp_connection import Connection
@@ -252,6 +253,7 @@ def test_the_timeout_is_for_the_whole_read(script):
         assert failure(reader) == "TimeoutError: timed out"
         assert time.monotonic() - start_s < LATE_S
         assert not reader._idle
+        set_timeout(reader, LATE_S)
         assert read(reader) == DATA
 
 
@@ -265,6 +267,7 @@ def test_a_late_answer_is_not_that_of_a_later_read():
 
     with connected(late, answers(value(DATA)), timeout_s=0.3) as (server, reader):
         failure(reader)
+        set_timeout(reader, LATE_S)
         assert read(reader) == DATA
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -321,9 +324,10 @@ def test_no_connections_are_left_open():
         return len(os.listdir("/proc/self/fd"))
 
     scripts = [answers(value(DATA), b"-ERR\r\n"), ends(b"$1", by_reset=False), silent, answers(value(DATA))]
-    with connected(*scripts, timeout_s=0.3) as (server, reader):
+    with connected(*scripts) as (server, reader):
         before = num_open()
         read(reader)
+        set_timeout(reader, 0.3)
         for _ in range(3):
             failure(reader)
         server.close()

@@ -22,6 +22,7 @@ from tests.storage.fake_valkey import (
     connected,
     connections_to,
     in_threads,
+    set_timeout,
     value,
 )
 from tpu_offload.storage.resp_connection import Connection
@@ -287,6 +288,7 @@ def test_a_refusal_before_all_is_sent(script, data):
 def test_a_refusal_of_a_server_that_then_receives_nothing():
     with connected(refuses_and_waits, answers(OK), timeout_s=0.5, buffer_nbytes=BUFFER_NBYTES) as (_, connections):
         assert failure(connections, data=LARGE) == "the server refuses: ERR Protocol error: invalid bulk length"
+        set_timeout(connections, LATE_S)
         write(connections)
 
 
@@ -404,6 +406,7 @@ def test_the_timeout_is_for_the_whole_write(script):
         assert failure(connections, data=LARGE) == "TimeoutError: timed out"
         assert time.monotonic() - start_s < LATE_S / 2
         assert not connections._idle
+        set_timeout(connections, LATE_S)
         write(connections)
 
 
@@ -415,6 +418,7 @@ def test_a_late_answer_is_not_that_of_a_later_write():
 
     with connected(late, answers(b"-OOM\r\n"), timeout_s=0.3) as (server, connections):
         assert failure(connections) == "TimeoutError: timed out"
+        set_timeout(connections, LATE_S)
         assert failure(connections) == "the server refuses: OOM"
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -488,9 +492,10 @@ def test_no_connections_are_left_open():
         return len(os.listdir("/proc/self/fd"))
 
     scripts = [answers(OK, b"-OOM\r\n"), refuses, ends(100, by_reset=True), silent, answers(OK)]
-    with connected(*scripts, timeout_s=0.3, buffer_nbytes=BUFFER_NBYTES) as (server, connections):
+    with connected(*scripts, buffer_nbytes=BUFFER_NBYTES) as (server, connections):
         before = num_open()
         write(connections)
+        set_timeout(connections, 0.3)
         for _ in range(4):
             failure(connections, data=LARGE)
         server.close()
