@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 _END = b"\r\n"
-# What the kernel holds of a value that is being sent, where it would hold up to 4 MiB. With less, more of it is still in
-# the caches when the network, or a server on the same machine, takes it (docs/measurements.md, "Valkey beside raw TCP").
-# One connection then sends at most this much in each round trip: with 0.5 ms, 2 GB/s, which is a server's limit.
+# What the kernel holds of a value that is being sent, where it would hold up to 4 MiB. With less, more of it is still
+# in the caches when the network, or a server beside us, takes it (docs/measurements.md, "Valkey beside raw TCP"). One
+# connection then sends at most this much in each round trip: with 0.5 ms, 2 GB/s, which is a server's limit.
 _SEND_BUFFER_NBYTES = 1 << 20
 _MAX_LINE_NBYTES = 512
 _MAX_ANSWER_NBYTES = 1 << 20  # of a short one
