@@ -1,11 +1,18 @@
-"""A server for tests of the valkey tier's own reader that answers what a script says, right or wrong."""
+"""A server for tests of the valkey tier's own connections that answers what a script says, right or wrong."""
 
 import contextlib
+import dataclasses
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from tpu_offload.storage.valkey_records import RecordConnections
+from tpu_offload.storage.valkey_server import ServerOptions
+
+LATE_S = 30.0  # a generous end for what should take less than a second
 
 
 def value(data: bytes) -> bytes:
@@ -40,10 +47,24 @@ class Peer:
         self.commands.append(words)
         return words
 
+    def receive_part(self, nbytes: int) -> bytes:
+        """So many bytes of what the client sends."""
+        return self._file.read(nbytes)
+
+    def receive_rest(self) -> bytes:
+        """All that the client sends until it closes the connection."""
+        return self._file.read()
+
     def wait_for_end(self) -> None:
         """Waits until the client has closed the connection; what it sends until then is ignored."""
         while self._file.read(1):
             pass
+
+    def freeze(self) -> None:
+        """Receives nothing until either end ends the connection."""
+        poll = select.poll()
+        poll.register(self.socket, 0)
+        poll.poll(1000 * LATE_S)
 
     def reset(self) -> None:
         """Ends the connection as a server does that is killed with data in its buffers."""
@@ -79,17 +100,20 @@ class FakeServer:
     Args:
       scripts: what to do.
       host: to listen on.
+      buffer_nbytes: of what has arrived and was not received; None for the system's default.
     Attributes:
       peers: the connections, in their order.
     """
 
-    def __init__(self, *scripts: Script, host: str = "127.0.0.1") -> None:
+    def __init__(self, *scripts: Script, host: str = "127.0.0.1", buffer_nbytes: int | None = None) -> None:
         self.peers: list[Peer] = []
         self.errors: list[BaseException] = []
         self._scripts: Sequence[Script] = scripts
         self._threads: list[threading.Thread] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
+        if buffer_nbytes is not None:  # connections inherit it
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_nbytes)
         self.port = int(self._listener.getsockname()[1])
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
@@ -129,3 +153,47 @@ class FakeServer:
         for thread in self._threads:
             thread.join()
         assert not self.errors, self.errors
+
+
+def connections_to(*hosts: Any, timeout_s: float = LATE_S, **options: Any) -> RecordConnections:
+    """To these fake servers, or addresses."""
+    addresses = tuple(("127.0.0.1", host.port) if isinstance(host, FakeServer) else host for host in hosts)
+    return RecordConnections(ServerOptions(addresses=addresses, timeout_s=timeout_s, **options))
+
+
+def set_timeout(connections: RecordConnections, timeout_s: float) -> None:
+    """From now on. What has to succeed gets `LATE_S`, however busy the machine is."""
+    connections._server = dataclasses.replace(connections._server, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def connected(
+    *scripts: Script, host: str = "127.0.0.1", buffer_nbytes: int | None = None, **options: Any
+) -> Iterator[tuple[FakeServer, RecordConnections]]:
+    """A server with these scripts, and what uses it."""
+    server = FakeServer(*scripts, host=host, buffer_nbytes=buffer_nbytes)
+    connections = connections_to((host, server.port), **options)
+    try:
+        yield server, connections
+    finally:
+        connections.close()
+        server.close()
+
+
+def in_threads(num: int, call: Callable[[int], object]) -> None:
+    """Calls it with 0 to `num` - 1, at once; raises if one raises or does not end."""
+    errors: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            call(i)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LATE_S)
+        assert not thread.is_alive()
+    assert not errors, errors

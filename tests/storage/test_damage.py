@@ -51,7 +51,7 @@ def valkey(tmp_path):
         options = f"valkey://127.0.0.1:{server.port}?timeout_s=60"
         tier = ValkeyTier(dataclasses.replace(SPEC, options=options))
         with contextlib.closing(tier):
-            yield tier, lambda key, data: tier._writers.set(tier._prefix() + key, bytes(data))
+            yield tier, lambda key, data: tier._askers.set(tier._prefix() + key, bytes(data))
 
 
 @pytest.fixture(params=[directory, bucket, valkey], ids=lambda kind: kind.__name__)

@@ -30,7 +30,7 @@ from tests.storage.conformance import (
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import valkey
 from tpu_offload.storage.valkey import ValkeyTier
-from tpu_offload.storage.valkey_reader import ValueReader
+from tpu_offload.storage.valkey_records import RecordConnections
 
 LATE_S = 30.0  # a generous end for what should take less than a second
 
@@ -179,9 +179,14 @@ def test_records_expire(server, ttl_s, least):
         assert least < tier._askers.ttl(tier._prefix() + key_of(1)) <= float(ttl_s) + 1
 
 
-def test_less_than_a_second_to_live_is_not_for_ever(server):
-    with opened(server, "&ttl_s=0.5") as tier:
-        assert tier._expiry is not None
+@pytest.mark.parametrize("ttl_s", ["0.5", "0"])
+def test_less_than_a_second_to_live_is_not_for_ever(server, ttl_s):
+    with opened(server, f"&ttl_s={ttl_s}") as tier:
+        write(tier, key_of(1), 1)
+        if ttl_s == "0":
+            assert tier._askers.ttl(tier._prefix() + key_of(1)) == -1
+        else:
+            assert tier._askers.ttl(tier._prefix() + key_of(1)) in (0, 1, -2), "rounded, or it has expired"
 
 
 def test_a_start_does_not_list_the_server(server):
@@ -204,7 +209,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
     keys = [b"%d" % i for i in range(4000)]
     with opened(server) as tier:
         for key in keys[:3000]:
-            tier._writers.set(tier._prefix() + key, b"x")
+            tier._askers.set(tier._prefix() + key, b"x")
         trips: list[int] = []
         pipeline = tier._pipeline
 
@@ -220,16 +225,16 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
 
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_look_ups_do_not_wait_for_records(server, call):
-    """Reads and writes have connections of their own, which are not there here."""
+    """Records have connections of their own, which are not there here."""
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        reader, writers = tier._reader, tier._writers
-        tier._reader = tier._writers = None
+        records = tier._records
+        tier._records = None
         with pytest.raises(AttributeError):
             write(tier, key_of(2), 2) if call == "write" else read(tier, key_of(1))
         tier._asked_s = -float("inf")  # the generation is read, too
         assert exists(tier, [key_of(1), key_of(2)]) == [True, False]
-        tier._reader, tier._writers = reader, writers
+        tier._records = records
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
@@ -244,14 +249,14 @@ def test_a_cluster(num_nodes):
         for check in (*SHARED_CHECKS, gives_back_what_was_written):
             check(make)
             with contextlib.closing(make(SPEC)) as tier:
-                assert not isinstance(tier._reader, ValueReader), "keys are on several nodes"
+                assert not isinstance(tier._records, RecordConnections), "keys are on several nodes"
                 tier.clear()
 
 
 def test_a_value_of_another_size_cannot_be_read(server):
     with opened(server) as tier:
         for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
-            tier._writers.set(tier._prefix() + key_of(1), text)
+            tier._askers.set(tier._prefix() + key_of(1), text)
             with pytest.raises(OSError, match=f"the server has {len(text)} bytes; expected {FORMAT.record_nbytes}"):
                 tier.read(key_of(1), new_record())
 
@@ -441,8 +446,8 @@ def test_passwords(tmp_path, caplog):
         with opened(server, f"&password_file={tmp_path}/right") as tier:
             with pytest.raises(KeyError):
                 read(tier, key_of(1))
-            tier._writers.custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
-            tier._writers.custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
+            tier._askers.custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
+            tier._askers.custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
             write(tier, key_of(1), 1)
         with opened(server, f"&user=kv&password_file={tmp_path}/right") as tier:
             assert read(tier, key_of(1)) == payload(1)
@@ -494,12 +499,13 @@ def test_tls(server, tmp_path, caplog):
     with servers.tls_proxy(server.port, tmp_path / "own.pem", tmp_path / "own.key") as port:
         proxied = servers.Server(lambda port: ())
         proxied.port = port
-        options = url(proxied, f"&ca_file={tmp_path}/own.pem", scheme="valkeys")
+        options = url(proxied, f"&ca_file={tmp_path}/own.pem&ttl_s=1000", scheme="valkeys")
         with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options))) as tier:
-            assert not isinstance(tier._reader, ValueReader), "it has no TLS"
+            assert not isinstance(tier._records, RecordConnections), "it has no TLS"
             write(tier, key_of(1), 1)
             assert read(tier, key_of(1)) == payload(1)
-            tier._writers.set(tier._prefix() + key_of(1), b"short")
+            assert 900 < tier._askers.ttl(tier._prefix() + key_of(1)) <= 1000
+            tier._askers.set(tier._prefix() + key_of(1), b"short")
             with pytest.raises(OSError, match="the server has 5 bytes"):
                 tier.read(key_of(1), new_record())
         for wrong in ("", f"&ca_file={tmp_path}/other.pem"):

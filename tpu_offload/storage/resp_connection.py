@@ -1,12 +1,16 @@
-"""One connection to a Valkey or Redis server that receives values straight into the caller's memory.
+"""One connection to a Valkey or Redis server: values go from the caller's memory to the socket, and from it into place.
 
-It speaks what reads of a tier need of RESP, the protocol of these servers. A command is an array of byte strings. An
+It speaks what a tier's records need of RESP, the protocol of these servers. A command is an array of byte strings. An
 answer is a line of type and length, such as `$4096`, before a value and an end of line, or a line alone: `$-1` if there
-is no such key, `-ERR ...` if the server refuses.
+is no such key, `+OK` if a value is stored, `-ERR ...` if the server refuses.
 
-Only two answers leave a connection in a known state: a value of exactly the expected length, and no such key. After an
-exception its owner must close it, because what it receives next may belong to an earlier command. For the same reason
-a connection that was idle is used again only if the server has sent nothing meanwhile.
+Only three answers leave a connection in a known state: a value of exactly the expected length, no such key, and `+OK`.
+After an exception its owner must close it, because what it receives next may belong to an earlier command, and what it
+sends may be taken for the rest of one. For the same reason a connection that was idle is used again only if the server
+has sent nothing meanwhile.
+
+A server runs a command once it has all of it, so a value is stored as a whole or not at all. It may refuse one earlier,
+by its length for example, and end the connection while the value is still sent: the error says why.
 
 Waiting and copying are in calls of the operating system, which release the interpreter's lock.
 """
@@ -18,9 +22,14 @@ from collections.abc import Sequence
 from typing import Any, final
 
 _END = b"\r\n"
+# What the kernel holds of a value that is being sent, where it would hold up to 4 MiB. With less, more of it is still
+# in the caches when the network, or a server beside us, takes it (docs/measurements.md, "Valkey beside raw TCP"). One
+# connection then sends at most this much in each round trip: with 0.5 ms, 2 GB/s, which is a server's limit.
+_SEND_BUFFER_NBYTES = 1 << 20
 _MAX_LINE_NBYTES = 512
 _MAX_ANSWER_NBYTES = 1 << 20  # of a short one
 _NO_SUCH_KEY = b"$-1"
+_STORED = b"+OK\r\n"
 
 
 @final
@@ -51,6 +60,8 @@ class Connection:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # The kernel doubles it, and takes no more than `net.core.wmem_max`.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES // 2)
         except BaseException:
             self._socket.close()
             raise
@@ -76,7 +87,7 @@ class Connection:
           RefusedError: the server refuses.
           OSError: it does not answer in time or as expected.
         """
-        self._send(words, until_s)
+        self._send([memoryview(_command(words))], until_s)
         line, _ = self._line(b"", until_s)
         if line.startswith(b"+"):
             return line[1:]
@@ -101,7 +112,7 @@ class Connection:
         Raises:
           OSError: the value has another length, the server refuses, or does not answer in time or as expected.
         """
-        self._send((b"GET", name), until_s)
+        self._send([memoryview(_command((b"GET", name)))], until_s)
         expected = b"$%d\r\n" % len(value)
         head, end = bytearray(len(expected)), bytearray(len(_END))
         parts = [memoryview(head), value, memoryview(end)]
@@ -114,6 +125,34 @@ class Connection:
         if end != _END:
             raise _unexpected(bytes(end))
         return True
+
+    def set(self, name: bytes, value: memoryview, until_s: float, *, ttl_s: int = 0) -> None:
+        """Stores a value.
+
+        Args:
+          name: the key.
+          value: sent from where it is; not read after the call.
+          until_s: when it gives up, by `time.monotonic`.
+          ttl_s: when the server deletes it; 0 for never.
+        Raises:
+          RefusedError: the server refuses.
+          OSError: it does not take all of the value and confirm it in time, or answers otherwise.
+        """
+        value = value.cast("B")
+        expiry = (b"EX", b"%d" % ttl_s) if ttl_s else ()
+        head = b"*%d\r\n%b$%d\r\n" % (3 + len(expiry), _encoded(b"SET", name), len(value))
+        try:
+            self._send([memoryview(head), value, memoryview(_END + _encoded(*expiry))], until_s)
+        except (ConnectionError, TimeoutError) as e:
+            if refusal := self._refusal():
+                raise refusal from e
+            raise
+        answer = bytearray(len(_STORED))
+        num_received = 0
+        while num_received < len(answer):
+            num_received += self._receive([memoryview(answer)[num_received:]], until_s)
+            if not _STORED.startswith(answer[:num_received]):
+                raise _unexpected(self._line(answer[:num_received], until_s)[0])
 
     def is_quiet(self) -> bool:
         """Whether the server has neither closed the connection nor sent what nobody has asked for."""
@@ -147,7 +186,16 @@ class Connection:
             raise OSError(f"the server has {nbytes} bytes; expected {expected_nbytes}")
         raise _unexpected(line + _END + rest if rest else line)
 
-    def _line(self, received: bytes, until_s: float) -> tuple[bytes, bytes]:
+    def _refusal(self) -> RefusedError | None:
+        """The error that the server has sent before it stopped taking a command."""
+        self._socket.setblocking(False)
+        with contextlib.suppress(OSError):  # it has sent nothing
+            line, end, _ = self._socket.recv(_MAX_LINE_NBYTES).partition(_END)
+            if end and line.startswith(b"-"):
+                return RefusedError(line[1:])
+        return None
+
+    def _line(self, received: bytes | bytearray, until_s: float) -> tuple[bytes, bytes]:
         """The first line of an answer whose beginning has been received, and what has been received after it."""
         line = bytearray(received)
         byte = bytearray(1)
@@ -161,9 +209,10 @@ class Connection:
             raise RefusedError(text[1:])
         return text, rest
 
-    def _send(self, words: Sequence[bytes], until_s: float) -> None:
-        self._socket.settimeout(time_left(until_s))
-        self._socket.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
+    def _send(self, parts: Sequence[memoryview], until_s: float) -> None:
+        while parts:
+            self._socket.settimeout(time_left(until_s))
+            parts = _after(parts, self._socket.sendmsg(parts))
 
     def _fill(self, parts: Sequence[memoryview], num_received: int, until_s: float) -> None:
         nbytes = sum(map(len, parts))
@@ -189,6 +238,14 @@ def time_left(until_s: float) -> float:
     if left_s <= 0:
         raise TimeoutError("timed out")
     return left_s
+
+
+def _encoded(*words: bytes) -> bytes:
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def _command(words: Sequence[bytes]) -> bytes:
+    return b"*%d\r\n%b" % (len(words), _encoded(*words))
 
 
 def _after(parts: Sequence[memoryview], num: int) -> list[memoryview]:

@@ -9,11 +9,13 @@ left. If the server loses the value, by eviction or by a restart, engines write 
 
 The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
-The client is valkey-glide, except that records on one server without TLS are read by `valkey_reader`, which is faster.
+The client is valkey-glide, except that records on one server without TLS are read and written by `valkey_records`,
+which is faster: each call has a connection to itself.
 
-Writes have a connection of their own, so that no read waits behind a queue of writes, and so have lookups and the
-generation, which are small and wait for neither. valkey-glide copies a record before `set` returns, also by a timeout,
-and `get` copies the answer into the caller's memory before it returns; neither holds the interpreter's lock.
+With valkey-glide, writes have a connection of their own, so that no read waits behind a queue of writes. valkey-glide
+copies a record before `set` returns, also by a timeout, and `get` copies the answer into the caller's memory before it
+returns; neither holds the interpreter's lock. Lookups, deletions and the generation, which are small, wait for no
+record: they have another connection, which is always one of valkey-glide.
 """
 
 import itertools
@@ -53,7 +55,7 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
-from tpu_offload.storage.valkey_reader import ValueReader
+from tpu_offload.storage.valkey_records import RecordConnections
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
 _logger = logging.getLogger(__name__)
@@ -95,8 +97,7 @@ class ValkeyTier(StorageTier):
         super().__init__(spec)
         options = UrlOptions(spec.options, schemes=SCHEMES, example=EXAMPLE)
         self._where = f"{options.scheme}://{options.place}"
-        ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
-        self._expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
+        self._ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
         server = server_options(options)
         connect = connector(server)
         self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
@@ -107,12 +108,12 @@ class ValkeyTier(StorageTier):
         self._left: set[str] = set()  # generations
         self._asked_s = -_ASK_S
         self._num_clears = 0
-        self._reader: ValueReader | _GlideReader
-        self._writers: Client
+        self._records: RecordConnections | _GlideRecords
         self._askers: Client
         try:
-            self._writers, self._askers = connect(), connect()
-            self._reader = _GlideReader(connect()) if server.use_tls or server.is_cluster else ValueReader(server)
+            self._askers = connect()
+            through_glide = server.use_tls or server.is_cluster
+            self._records = _GlideRecords(connect(), connect()) if through_glide else RecordConnections(server)
             self._prefix()
             self._check_bound()
         except GlideError as e:
@@ -148,19 +149,18 @@ class ValkeyTier(StorageTier):
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
-        name = self._prefix() + key
-        _call(lambda: self._writers.set(name, record, expiry=self._expiry))
+        self._records.write(self._prefix() + key, record, ttl_s=self._ttl_s)
 
     def read(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.read`."""
-        self._reader.read(self._prefix() + key, record)
+        self._records.read(self._prefix() + key, record)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
         prefix = self._prefix()
         for i in range(0, len(keys), BATCH):
             names: list[Any] = [prefix + key for key in keys[i : i + BATCH]]
-            _call(lambda names=names: self._writers.unlink(names))  # type: ignore[misc]
+            _call(lambda names=names: self._askers.unlink(names))  # type: ignore[misc]
 
     def find(self, prefixes: Sequence[Sequence[bytes]]) -> Sequence[int]:
         """See `StorageTier.find`."""
@@ -178,8 +178,8 @@ class ValkeyTier(StorageTier):
 
     def close(self) -> None:
         """See `StorageTier.close`."""
-        for client in (self._reader, self._writers, self._askers):
-            client.close()
+        self._records.close()
+        self._askers.close()
 
     # Inside.
 
@@ -252,23 +252,29 @@ class ValkeyTier(StorageTier):
 
 
 @final
-class _GlideReader:
-    """Reads with TLS or from a cluster."""
+class _GlideRecords:
+    """Records with TLS or of a cluster."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, readers: Client, writers: Client) -> None:
+        self._readers, self._writers = readers, writers
 
     def read(self, name: bytes, value: memoryview) -> None:
-        """As `ValueReader.read`."""
-        found = _call(lambda: self._client.get(name, buffer=value))
+        """As `RecordConnections.read`."""
+        found = _call(lambda: self._readers.get(name, buffer=value))
         if found is None:
             raise KeyError("the server has no such key")
         if int(found) != len(value):
             raise OSError(f"the server has {int(found)} bytes; expected {len(value)}")
 
+    def write(self, name: bytes, value: memoryview, *, ttl_s: int) -> None:
+        """As `RecordConnections.write`."""
+        expiry = ExpirySet(ExpiryType.SEC, ttl_s) if ttl_s else None
+        _call(lambda: self._writers.set(name, value, expiry=expiry))
+
     def close(self) -> None:
         """Closes the connections."""
-        self._client.close()
+        self._readers.close()
+        self._writers.close()
 
 
 def _call[T](call: Callable[[], T]) -> T:

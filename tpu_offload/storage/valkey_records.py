@@ -1,18 +1,19 @@
-"""Reads of a `valkey` tier from one server without TLS: values go from the socket into the caller's memory.
+"""Records of a `valkey` tier on one server without TLS: from the caller's memory to the socket, and from it into place.
 
-valkey-glide, which does all else, receives a value into memory of its own and copies it from there. With it, reads
-reached 0.4 to 0.6 of one TCP stream (docs/measurements.md, "Valkey beside raw TCP").
+valkey-glide, which does all else, copies a value to or from memory of its own. With it, reads reached 0.4 to 0.6 of one
+TCP stream, and writes 0.36 to 0.5 (docs/measurements.md, "Valkey beside raw TCP").
 
-A thread takes a connection for each read, and returns it: there are never more connections than concurrent reads. After
-any failure the connection is closed. If the failure was one of the network, the idle connections are closed as well:
-they lead to the same server, and each would fail one more read.
+A thread takes a connection for each record, and returns it: there are never more connections than concurrent reads and
+writes. After any failure the connection is closed. If the failure was one of the network, the idle connections are
+closed as well: they lead to the same server, and each would fail one more call. The same holds for a server that has
+become a replica and refuses writes.
 """
 
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -23,13 +24,14 @@ type _Resolved = Sequence[tuple[int, Any]]
 """Families and addresses."""
 
 _CLOSED = "the tier is closed"
+_REPLICA = "READONLY"  # the code of its refusal
 
 
 @final
-class ValueReader:
-    """Reads values of known lengths; connects by its first read.
+class RecordConnections:
+    """Reads and writes values; connects by its first call.
 
-    With several addresses it reads from the one that is no replica, as valkey-glide does.
+    With several addresses it uses the one that is no replica, as valkey-glide does.
 
     Args:
       server: neither with TLS nor a cluster.
@@ -54,21 +56,24 @@ class ValueReader:
           KeyError: the server has no such key.
           OSError: the value has another length, or the server cannot be read within `timeout_s`.
         """
-        until_s = time.monotonic() + self._server.timeout_s
-        try:
-            with self._connection(until_s) as connection:
-                is_found = connection.get(name, value, until_s)
-        except (ConnectionError, TimeoutError) as e:
-            for connection in self._take_idle():
-                connection.close()
-            raise self._error(e) from e
-        except OSError as e:
-            raise self._error(e) from e
-        if not is_found:
+        if not self._call(lambda connection, until_s: connection.get(name, value, until_s)):
             raise KeyError("the server has no such key")
 
+    def write(self, name: bytes, value: memoryview, *, ttl_s: int) -> None:
+        """Stores all of `value`, which is not read after the call.
+
+        Args:
+          name: the key on the server.
+          value: bytes.
+          ttl_s: when it expires; 0 for never.
+        Raises:
+          OSError: the server refuses it, or has not confirmed it within `timeout_s`. It may be stored later, as a whole
+            or not at all, if all of it was sent.
+        """
+        self._call(lambda connection, until_s: connection.set(name, value, until_s, ttl_s=ttl_s))
+
     def close(self) -> None:
-        """Closes all connections. Reads in progress fail soon, later ones at once."""
+        """Closes all connections. Calls in progress fail soon, later ones at once."""
         with self._lock:
             self._is_closed = True
             for connection in self._in_use:
@@ -77,6 +82,18 @@ class ValueReader:
             connection.close()
 
     # Inside.
+
+    def _call[T](self, call: Callable[[Connection, float], T]) -> T:
+        """Calls it with a connection and its deadline."""
+        until_s = time.monotonic() + self._server.timeout_s
+        try:
+            with self._connection(until_s) as connection:
+                return call(connection, until_s)
+        except OSError as e:
+            if isinstance(e, ConnectionError | TimeoutError) or (isinstance(e, RefusedError) and e.code == _REPLICA):
+                for connection in self._take_idle():
+                    connection.close()
+            raise self._error(e) from e
 
     def _error(self, error: OSError) -> OSError:
         return OSError(_CLOSED if self._is_closed else _text(error))

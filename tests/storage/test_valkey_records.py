@@ -1,4 +1,4 @@
-"""The valkey tier's own reader on a server that lies, is late, dies, or is not there."""
+"""Reads over the valkey tier's own connections on a server that lies, is late, dies, or is not there."""
 
 import contextlib
 import itertools
@@ -11,32 +11,25 @@ from typing import Any
 
 import pytest
 
-from tests.storage.fake_valkey import NONE, OK, FakeServer, Peer, answers, value
+from tests.storage.fake_valkey import (
+    LATE_S,
+    NONE,
+    OK,
+    FakeServer,
+    Peer,
+    answers,
+    connected,
+    connections_to,
+    in_threads,
+    set_timeout,
+    value,
+)
 from tpu_offload.storage.resp_connection import Connection
-from tpu_offload.storage.valkey_reader import ValueReader
 from tpu_offload.storage.valkey_server import ServerOptions
 
 NBYTES = 12345
 DATA = bytes(i * 7 % 251 for i in range(NBYTES))
 OTHER = bytes(NBYTES)
-LATE_S = 30.0  # a generous end for what should take less than a second
-
-
-def reader_of(*hosts, timeout_s=LATE_S, **options):
-    addresses = tuple(("127.0.0.1", host.port) if isinstance(host, FakeServer) else host for host in hosts)
-    return ValueReader(ServerOptions(addresses=addresses, timeout_s=timeout_s, **options))
-
-
-@contextlib.contextmanager
-def reading(*scripts, host="127.0.0.1", **options):
-    """A server with these scripts, and a reader of it."""
-    server = FakeServer(*scripts, host=host)
-    reader = reader_of((host, server.port), **options)
-    try:
-        yield server, reader
-    finally:
-        reader.close()
-        server.close()
 
 
 def read(reader, name=b"key", nbytes=NBYTES):
@@ -74,8 +67,9 @@ class Pieces:
     def settimeout(self, timeout):
         assert timeout > 0
 
-    def sendall(self, data):
-        self.sent += data
+    def sendmsg(self, parts):
+        self.sent += b"".join(parts)
+        return sum(map(len, parts))
 
     def recvmsg_into(self, parts):
         size = min(next(self.sizes, len(self.left)), len(self.left))
@@ -121,7 +115,7 @@ def test_no_such_key_in_any_pieces():
 
 
 def test_a_connection_is_used_again():
-    with reading(answers(value(DATA), NONE, value(OTHER), NONE, value(DATA))) as (server, reader):
+    with connected(answers(value(DATA), NONE, value(OTHER), NONE, value(DATA))) as (server, reader):
         assert read(reader, b"a") == DATA
         assert failure(reader, KeyError) == "the server has no such key"
         assert read(reader, b"\0\r\n") == OTHER
@@ -164,7 +158,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_after_a_wrong_answer_the_connection_is_closed(name):
     answer, message = WRONG[name]
-    with reading(answers(answer, value(OTHER)), answers(value(DATA))) as (server, reader):
+    with connected(answers(answer, value(OTHER)), answers(value(DATA))) as (server, reader):
         assert failure(reader).startswith(message)
         assert not reader._idle
         assert not reader._in_use
@@ -189,7 +183,7 @@ PARTS = [b"", b"$", b"$12", b"$12345\r\n", value(DATA)[:6000], value(DATA)[:-2],
 @pytest.mark.parametrize("by_reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("part", PARTS, ids=range(len(PARTS)))
 def test_a_server_that_ends_within_an_answer(part, by_reset):
-    with reading(ends(part, by_reset=by_reset), answers(value(DATA))) as (_, reader):
+    with connected(ends(part, by_reset=by_reset), answers(value(DATA))) as (_, reader):
         assert failure(reader).startswith(("ConnectionResetError: ", "BrokenPipeError: "))
         assert not reader._in_use
         assert read(reader) == DATA
@@ -197,7 +191,7 @@ def test_a_server_that_ends_within_an_answer(part, by_reset):
 
 def test_what_the_server_sends_unasked_is_no_answer():
     unasked = answers(value(DATA) + value(OTHER), value(DATA))
-    with reading(unasked, answers(value(DATA))) as (server, reader):
+    with connected(unasked, answers(value(DATA))) as (server, reader):
         assert read(reader) == DATA
         wait_until_readable(reader)
         assert read(reader) == DATA
@@ -205,7 +199,7 @@ def test_what_the_server_sends_unasked_is_no_answer():
 
 
 def test_an_idle_connection_that_the_server_has_closed_is_not_used():
-    with reading(ends(value(DATA), by_reset=False), ends(value(OTHER), by_reset=True), answers(value(DATA))) as (
+    with connected(ends(value(DATA), by_reset=False), ends(value(OTHER), by_reset=True), answers(value(DATA))) as (
         server,
         reader,
     ):
@@ -226,7 +220,7 @@ def test_after_a_failure_of_the_network_no_idle_connection_is_used():
         if peer.receive():
             peer.reset()
 
-    with reading(first_answer, first_answer, answers(value(OTHER))) as (server, reader):
+    with connected(first_answer, first_answer, answers(value(OTHER))) as (server, reader):
         in_threads(2, lambda _: read(reader))
         assert len(reader._idle) == 2
         failure(reader)
@@ -254,11 +248,12 @@ def drips(peer):
 
 @pytest.mark.parametrize("script", [silent, drips])
 def test_the_timeout_is_for_the_whole_read(script):
-    with reading(script, answers(value(DATA)), timeout_s=0.3) as (_, reader):
+    with connected(script, answers(value(DATA)), timeout_s=0.3) as (_, reader):
         start_s = time.monotonic()
         assert failure(reader) == "TimeoutError: timed out"
         assert time.monotonic() - start_s < LATE_S
         assert not reader._idle
+        set_timeout(reader, LATE_S)
         assert read(reader) == DATA
 
 
@@ -270,8 +265,9 @@ def test_a_late_answer_is_not_that_of_a_later_read():
         if peer.receive():
             peer.socket.sendall(value(OTHER) + value(DATA))
 
-    with reading(late, answers(value(DATA)), timeout_s=0.3) as (server, reader):
+    with connected(late, answers(value(DATA)), timeout_s=0.3) as (server, reader):
         failure(reader)
+        set_timeout(reader, LATE_S)
         assert read(reader) == DATA
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -283,28 +279,10 @@ def test_a_host_that_does_not_accept_connections():
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
         start_s = time.monotonic()
-        with contextlib.closing(reader_of(full.getsockname(), connect_timeout_s=0.3)) as reader:
+        with contextlib.closing(connections_to(full.getsockname(), connect_timeout_s=0.3)) as reader:
             assert failure(reader).endswith("timed out")
             assert not reader._in_use
         assert time.monotonic() - start_s < LATE_S / 2, "by the timeout of connections, which is shorter"
-
-
-def in_threads(num, call):
-    errors = []
-
-    def work(i):
-        try:
-            call(i)
-        except BaseException as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LATE_S)
-        assert not thread.is_alive()
-    assert not errors, errors
 
 
 @pytest.mark.parametrize("stage", ["login", "value"])
@@ -318,7 +296,7 @@ def test_a_close_ends_reads_in_progress(stage):
         asked.wait(LATE_S)
         peer.wait_for_end()
 
-    with reading(script, database=1 if stage == "login" else 0, timeout_s=3600) as (_, reader):
+    with connected(script, database=1 if stage == "login" else 0, timeout_s=3600) as (_, reader):
 
         def close(i):
             if i < 2:
@@ -333,7 +311,7 @@ def test_a_close_ends_reads_in_progress(stage):
 
 
 def test_a_connection_of_a_read_that_outlives_the_tier_is_closed():
-    with reading(answers(value(DATA))) as (server, reader):
+    with connected(answers(value(DATA))) as (server, reader):
         with reader._connection(time.monotonic() + LATE_S) as connection:
             assert connection.get(b"key", memoryview(bytearray(NBYTES)), time.monotonic() + LATE_S)
             reader.close()
@@ -346,9 +324,10 @@ def test_no_connections_are_left_open():
         return len(os.listdir("/proc/self/fd"))
 
     scripts = [answers(value(DATA), b"-ERR\r\n"), ends(b"$1", by_reset=False), silent, answers(value(DATA))]
-    with reading(*scripts, timeout_s=0.3) as (server, reader):
+    with connected(*scripts) as (server, reader):
         before = num_open()
         read(reader)
+        set_timeout(reader, 0.3)
         for _ in range(3):
             failure(reader)
         server.close()
@@ -365,7 +344,7 @@ def test_threads_share_connections():
         while words := peer.receive():
             peer.socket.sendall(value(words[1] * 3000) if words[1] != b"none" else NONE)
 
-    with reading(serve) as (server, reader):
+    with connected(serve) as (server, reader):
 
         def work(thread):
             for i in range(50):
@@ -388,7 +367,7 @@ def test_threads_share_connections():
 
 def test_login():
     script = answers(OK, OK, value(DATA), value(OTHER))
-    with reading(script, user="kv", password="pass word", database=12) as (server, reader):
+    with connected(script, user="kv", password="pass word", database=12) as (server, reader):
         assert read(reader) == DATA
         assert read(reader) == OTHER
         assert server.peers[0].commands == [
@@ -397,7 +376,7 @@ def test_login():
             [b"GET", b"key"],
             [b"GET", b"key"],
         ]
-    with reading(answers(OK, value(DATA)), password="p") as (server, reader):
+    with connected(answers(OK, value(DATA)), password="p") as (server, reader):
         assert read(reader) == DATA
         assert server.peers[0].commands == [[b"AUTH", b"p"], [b"GET", b"key"]]
 
@@ -414,7 +393,7 @@ def test_login():
     ],
 )
 def test_a_login_that_is_refused(replies, message):
-    with reading(answers(*replies), answers(OK, OK, value(DATA)), password="SECRET", database=1) as (server, reader):
+    with connected(answers(*replies), answers(OK, OK, value(DATA)), password="SECRET", database=1) as (server, reader):
         text = failure(reader)
         assert text.startswith(f"127.0.0.1:{server.port}: {message}")
         assert "SECRET" not in text
@@ -434,7 +413,7 @@ def test_of_several_servers_the_one_that_is_no_replica_is_read():
     gone.close()
     replica = FakeServer(answers(ROLE[b"slave"]))
     primary = FakeServer(answers(ROLE[b"master"], value(DATA), b"-ERR\r\n"), answers(ROLE[b"master"], value(OTHER)))
-    with contextlib.closing(reader_of(gone, replica, primary)) as reader:
+    with contextlib.closing(connections_to(gone, replica, primary)) as reader:
         assert read(reader) == DATA
         failure(reader)
         assert read(reader) == OTHER
@@ -453,7 +432,7 @@ def test_of_several_servers_the_one_that_is_no_replica_is_read():
 
 def test_a_server_that_hangs_leaves_time_for_the_others():
     hangs, primary = FakeServer(silent), FakeServer(answers(ROLE[b"master"], value(DATA)))
-    with contextlib.closing(reader_of(hangs, primary, timeout_s=4.0)) as reader:
+    with contextlib.closing(connections_to(hangs, primary, timeout_s=4.0)) as reader:
         assert read(reader) == DATA
     hangs.close()
     primary.close()
@@ -462,7 +441,7 @@ def test_a_server_that_hangs_leaves_time_for_the_others():
 def test_a_server_that_is_not_there_is_found_later():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        with contextlib.closing(reader_of(listener.getsockname())) as reader:
+        with contextlib.closing(connections_to(listener.getsockname())) as reader:
             assert "ConnectionRefusedError: " in failure(reader)
             listener.listen()
 
@@ -479,9 +458,9 @@ def test_a_server_that_is_not_there_is_found_later():
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="needs IPv6")
 def test_ipv6():
-    with reading(answers(value(DATA), b"-ERR\r\n"), host="::1") as (server, reader):
+    with connected(answers(value(DATA), b"-ERR\r\n"), host="::1") as (server, reader):
         assert read(reader) == DATA
-    with contextlib.closing(reader_of(("::1", server.port))) as reader:
+    with contextlib.closing(connections_to(("::1", server.port))) as reader:
         assert failure(reader).startswith(f"[::1]:{server.port}: ConnectionRefusedError: ")
 
 
@@ -508,24 +487,24 @@ def test_a_name_with_several_addresses(names):
     gone = FakeServer(silent)
     gone.close()
     names["kv"] = [("127.0.0.1", gone.port), ("127.0.0.1", server.port)]
-    with contextlib.closing(reader_of(("kv", 1))) as reader:
+    with contextlib.closing(connections_to(("kv", 1))) as reader:
         assert read(reader) == DATA
     server.close()
-    with contextlib.closing(reader_of(("kv", 1))) as reader:
+    with contextlib.closing(connections_to(("kv", 1))) as reader:
         assert failure(reader).startswith("kv:1: ConnectionRefusedError: ")
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")])
 def test_a_name_without_an_address(names, error):
     names["kv"] = error
-    with contextlib.closing(reader_of(("kv", 1))) as reader:
+    with contextlib.closing(connections_to(("kv", 1))) as reader:
         for _ in range(2):
             assert failure(reader) == f"kv:1: the name cannot be looked up: {error}"
 
 
 def test_a_name_that_has_no_addresses(names):
     names["kv"] = []
-    with contextlib.closing(reader_of(("kv", 1))) as reader:
+    with contextlib.closing(connections_to(("kv", 1))) as reader:
         assert failure(reader) == "kv:1: the name has no address"
 
 
@@ -541,7 +520,7 @@ def test_a_name_service_that_hangs(names):
         return [("127.0.0.1", server.port)]
 
     names["kv"] = slowly
-    with contextlib.closing(reader_of(("kv", 1), timeout_s=0.3)) as reader:
+    with contextlib.closing(connections_to(("kv", 1), timeout_s=0.3)) as reader:
         in_threads(4, lambda _: failure(reader))
         assert failure(reader) == "kv:1: TimeoutError: looking up the name timed out"
         assert next(num_lookups) == 1
