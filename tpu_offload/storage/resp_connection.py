@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 _END = b"\r\n"
-# What the kernel holds of a value that is being sent, where it would hold up to 4 MiB. With less, more of it is still
-# in the caches when the network, or a server beside us, takes it (docs/measurements.md, "Valkey beside raw TCP"). One
-# connection then sends at most this much in each round trip: with 0.5 ms, 2 GB/s, which is a server's limit.
+# What the kernel holds of a value that is being sent to a server on this host, where it would hold up to 4 MiB: with
+# less, more of it is still in the caches when the server takes it (docs/measurements.md, "Valkey beside raw TCP"). Over
+# a network it would bound what one connection sends in each round trip, so there the kernel decides.
 _SEND_BUFFER_NBYTES = 1 << 20
 _MAX_LINE_NBYTES = 512
 _MAX_ANSWER_NBYTES = 1 << 20  # of a short one
@@ -60,8 +60,6 @@ class Connection:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # The kernel doubles it, and takes no more than `net.core.wmem_max`.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES // 2)
         except BaseException:
             self._socket.close()
             raise
@@ -77,6 +75,9 @@ class Connection:
         """
         self._socket.settimeout(time_left(until_s))
         self._socket.connect(address)
+        if self._socket.getsockname()[0] == self._socket.getpeername()[0]:
+            # The kernel doubles it, and takes no more than `net.core.wmem_max`.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES // 2)
 
     def ask(self, words: Sequence[bytes], until_s: float) -> bytes:
         """Sends a command whose answer is short.
