@@ -215,7 +215,12 @@ class DensityPolicy(EvictionPolicy):
                 if run.keys[0] != keys[i]:  # the chunks before it in its run are resident by now
                     run = self._split(run, run.keys.index(keys[i]))
                 end = i + _num_common(run, keys, i, num_keys)
-                run = self._use(run, end - i, keys, end, use)
+                if use.is_request:
+                    run = self._use(run, end - i, keys, end, use)
+                else:  # no use: its lifetime goes on
+                    run = self._first(run, end - i)
+                    run.at_end = False
+                    run.life += 1
                 run.num_resident = len(run.keys)
             i = end
         assert run is not None
@@ -224,24 +229,25 @@ class DensityPolicy(EvictionPolicy):
     def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
         """A prompt uses the first chunks of a run and continues with `keys[next_chunk]`. Returns the run of those used.
 
-        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier. So
-        does a save because HBM evicts the chunks, which is no use at all: the requests were counted when they came.
+        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier.
         """
-        if use.is_request and (run.at_end or run.end is not None):
+        if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
-        if num_chunks < len(run.keys):
-            if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
-                run = self._split_head(run, num_chunks)
-            else:
-                self._split(run, num_chunks)
+        run = self._first(run, num_chunks)
         run.at_end = False
-        if use.is_request:
-            run.num_uses += 1
-            run.use_id = use.use_id
-            self._queues.renew(run, _class_of(run.num_uses), used=True, in_hbm=run.depth < use.num_in_hbm)
-        else:
-            self._queues.renew(run, run.class_id, used=False)
+        run.num_uses += 1
+        run.use_id = use.use_id
+        self._queues.renew(run, _class_of(run.num_uses), in_hbm=run.depth < use.num_in_hbm)
         self._place_and_track(run)
+        return run
+
+    def _first(self, run: Run, num_chunks: int) -> Run:
+        """The run of the first chunks of a run, which is split if it has more."""
+        if num_chunks == len(run.keys):
+            return run
+        if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
+            return self._split_head(run, num_chunks)
+        self._split(run, num_chunks)
         return run
 
     def _split_head(self, run: Run, num_chunks: int) -> Run:
