@@ -219,7 +219,6 @@ class DensityPolicy(EvictionPolicy):
                     run = self._use(run, end - i, keys, end, use)
                 else:  # no use: its lifetime goes on
                     run = self._first(run, end - i)
-                    run.at_end = False
                     run.life += 1
                 run.num_resident = len(run.keys)
             i = end
@@ -227,27 +226,23 @@ class DensityPolicy(EvictionPolicy):
         return run
 
     def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
-        """A prompt uses the first chunks of a run and continues with `keys[next_chunk]`. Returns the run of those used.
-
-        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier.
-        """
+        """A prompt uses the first chunks of a run and goes on with `keys[next_chunk]`. Returns their run."""
         if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
         run = self._first(run, num_chunks)
-        run.at_end = False
-        run.num_uses += 1
-        run.use_id = use.use_id
+        run.num_uses, run.use_id = run.num_uses + 1, use.use_id
+        # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again.
         self._queues.renew(run, _class_of(run.num_uses), in_hbm=run.depth < use.num_in_hbm)
         self._place_and_track(run)
         return run
 
     def _first(self, run: Run, num_chunks: int) -> Run:
-        """The run of the first chunks of a run, which is split if it has more."""
-        if num_chunks == len(run.keys):
-            return run
+        """The run of the first chunks of a run, which is split if it has more, and no longer the end of a prompt."""
         if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
             return self._split_head(run, num_chunks)
-        self._split(run, num_chunks)
+        if num_chunks < len(run.keys):
+            self._split(run, num_chunks)
+        run.at_end = False
         return run
 
     def _split_head(self, run: Run, num_chunks: int) -> Run:
