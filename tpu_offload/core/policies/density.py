@@ -215,33 +215,34 @@ class DensityPolicy(EvictionPolicy):
                 if run.keys[0] != keys[i]:  # the chunks before it in its run are resident by now
                     run = self._split(run, run.keys.index(keys[i]))
                 end = i + _num_common(run, keys, i, num_keys)
-                run = self._use(run, end - i, keys, end, use)
+                if use.is_request:
+                    run = self._use(run, end - i, keys, end, use)
+                else:  # no use: its lifetime goes on
+                    run = self._first(run, end - i)
+                    run.life += 1
                 run.num_resident = len(run.keys)
             i = end
         assert run is not None
         return run
 
     def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
-        """A prompt uses the first chunks of a run and continues with `keys[next_chunk]`. Returns the run of those used.
-
-        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier. So
-        does a save because HBM evicts the chunks, which is no use at all: the requests were counted when they came.
-        """
-        if use.is_request and (run.at_end or run.end is not None):
+        """A prompt uses the first chunks of a run and goes on with `keys[next_chunk]`. Returns their run."""
+        if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
-        if num_chunks < len(run.keys):
-            if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
-                run = self._split_head(run, num_chunks)
-            else:
-                self._split(run, num_chunks)
-        run.at_end = False
-        if use.is_request:
-            run.num_uses += 1
-            run.use_id = use.use_id
-            self._queues.renew(run, _class_of(run.num_uses), used=True, in_hbm=run.depth < use.num_in_hbm)
-        else:
-            self._queues.renew(run, run.class_id, used=False)
+        run = self._first(run, num_chunks)
+        run.num_uses, run.use_id = run.num_uses + 1, use.use_id
+        # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again.
+        self._queues.renew(run, _class_of(run.num_uses), in_hbm=run.depth < use.num_in_hbm)
         self._place_and_track(run)
+        return run
+
+    def _first(self, run: Run, num_chunks: int) -> Run:
+        """The run of the first chunks of a run, which is split if it has more, and no longer the end of a prompt."""
+        if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
+            return self._split_head(run, num_chunks)
+        if num_chunks < len(run.keys):
+            self._split(run, num_chunks)
+        run.at_end = False
         return run
 
     def _split_head(self, run: Run, num_chunks: int) -> Run:

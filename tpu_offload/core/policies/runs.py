@@ -43,7 +43,8 @@ class Run:
       slice: the time slice of that.
       ticket: queue entries with another ticket are stale.
       number: identifies it in the table of runs.
-      life: entries of tracked runs with another one are stale; changes when a lifetime begins at another time.
+      life: entries of tracked runs with another one are stale; changes when a lifetime begins at another time, and when
+        it is saved again.
     """
 
     __slots__ = (
@@ -195,13 +196,12 @@ class RunQueues:
         self.resize_run(run, -num_chunks)
         self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
-    def renew(self, run: Run, class_id: int, *, used: bool, in_hbm: bool = False) -> None:
-        """As `end` and `begin`, in one call because these are most of the cost of a use.
+    def renew(self, run: Run, class_id: int, *, in_hbm: bool = False) -> None:
+        """A use ends a lifetime and begins the next: as `end` and `begin`, in one call because most calls are these.
 
         Args:
           run: the run.
           class_id: its class from now on.
-          used: whether a use ends its lifetime.
           in_hbm: whether HBM served that use.
         """
         num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
@@ -214,9 +214,9 @@ class RunQueues:
         newest.alive[class_id] += num_chunks
         begun = run.time, run.class_id
         self._lifetimes.end(
-            run.class_id, num_chunks, now - run.time, used=used, in_hbm=in_hbm, goes_on=begun == self._last_used
+            run.class_id, num_chunks, now - run.time, used=True, in_hbm=in_hbm, goes_on=begun == self._last_used
         )
-        if used and not in_hbm:
+        if not in_hbm:
             self._last_used = begun
         if run.time != now:
             run.life += 1
