@@ -46,7 +46,7 @@ ALLOWED = (
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
     | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
     | {"plan": FOUNDATION | {"sim", "plan"}}
-    | {"doctor": FOUNDATION | {"memory", "storage", "measure", "doctor"}}
+    | {"doctor": FOUNDATION | {"core", "memory", "storage", "measure", "doctor"}}
     # It parses, calls and prints.
     | {
         "cli": FOUNDATION

@@ -1,9 +1,13 @@
 """Output files of commands."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from tests.cli.conftest import ROOT
 from tpu_offload.cli import output
 from tpu_offload.errors import InputError
 
@@ -27,3 +31,16 @@ def test_file_that_cannot_be_written(tmp_path):
             output.write_json(path, {})
     assert output.output_file(str(tmp_path / "r.json")) == tmp_path / "r.json"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path, encoding):
+    """A setting in another alphabet, or with bytes that are no UTF-8, ended the doctor with a traceback."""
+    names = {b"TPU_OFFLOAD_" + "größe".encode() + b"\xff": b"1"}
+    environment = os.environb | names | {b"PYTHONIOENCODING": encoding.encode(), b"JAX_PLATFORMS": b"cpu"}
+    command = [sys.executable, "-m", "tpu_offload_command", "doctor", "--no-devices"]
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False, env=environment, cwd=ROOT)
+    assert done.stderr == b""
+    assert done.returncode == 1
+    assert b"TPU_OFFLOAD_gr" in done.stdout
+    assert b"\\udcff is not a setting" in done.stdout

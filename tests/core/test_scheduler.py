@@ -809,6 +809,23 @@ def test_a_load_in_flight_at_a_reset_is_cancelled_by_the_next_plan(sent) -> None
     engine.scheduler.check_invariants()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_reset_makes_void_has_not_failed(caplog, fails) -> None:
+    """An alert would fire with every new set of weights. Copies that did fail count, reset or not."""
+    engine = FakeEngine(num_blocks=32)
+    engine.serve("a", tokens(12))
+    engine.add("loading", tokens(12))
+    engine.add("saving", tokens(12, start=100))
+    engine.step({"saving": 12})
+    engine.scheduler.reset()
+    worker = engine.workers[0]
+    num_ended = len(worker.in_flight)
+    assert num_ended == 2
+    engine.apply(worker, worker.finish(fail=fails))
+    assert not engine.scheduler.has_jobs
+    assert engine.scheduler.stats().num_failed_jobs == len(caplog.records) == (num_ended if fails else 0)
+
+
 def test_a_match_is_arriving_while_the_next_chunk_is_being_saved() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(12))

@@ -20,7 +20,7 @@ from tpu_offload.doctor import KNOWN_FAULTS, SUPPORTED, Level, examine, installe
 from tpu_offload.doctor import devices as of_devices
 from tpu_offload.doctor import tiers as of_tiers
 from tpu_offload.doctor.host import Host, check_host
-from tpu_offload.doctor.settings import read_settings
+from tpu_offload.doctor.settings import check_profile, read_settings
 from tpu_offload.doctor.tiers import check_tiers
 from tpu_offload.doctor.versions import check_known_faults, check_versions
 from tpu_offload.measure.worker_copies import WorkerCopies
@@ -326,11 +326,28 @@ def test_a_profile_of_another_device(tmp_path):
     profile = {"format": "tpu_offload.profile", "version": 1, "device_kind": "TPU v9", "entries": [entry]}
     path.write_text(json.dumps(profile))
     settings = config_of(host_gb=1, save_path="auto", copy_profile=str(path))
-    said = errors(of_devices.check_profile(jax.local_devices(), settings))
+    said = errors(check_profile(jax.local_devices(), settings))
     assert len(said) == 1
     assert "measured on 'TPU v9'" in said[0]
     path.write_text(json.dumps(profile | {"device_kind": jax.local_devices()[0].device_kind}))
-    assert not errors(of_devices.check_profile(jax.local_devices(), settings))
+    assert not errors(check_profile(jax.local_devices(), settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"eviction_policy": "os:getcwd"}, "expected a class derived from tpu_offload.EvictionPolicy"),
+        ({"eviction_policy": "no_such_module:Policy"}, "no_such_module cannot be imported"),
+        ({"save_path": "auto", "copy_profile": "/nowhere/profile.json"}, "cannot be read: No such file"),
+        ({"save_path": "auto", "copy_profile": "a\0b"}, "expected the path of a file"),
+        ({"storage_tier": "file", "storage_options": "/tmp/a\0b", "storage_gb": 1}, "has a null character"),
+    ],
+)
+def test_settings_that_name_what_is_not_there(settings, said):
+    """Beside an engine that has the devices, too."""
+    found_errors = errors(examine({"host_gb": 0.1, **settings}, with_devices=False))
+    assert len(found_errors) == 1
+    assert said in found_errors[0]
 
 
 def test_a_host_tier_that_takes_long_to_allocate(monkeypatch):

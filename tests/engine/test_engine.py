@@ -1,13 +1,15 @@
 """The whole engine: outputs do not depend on its sizes, and every request ends correctly."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.grids import few
-from tpu_offload.engine import Engine, FinishReason
-from tpu_offload.errors import RequestError
+from tpu_offload import OffloadConfig
+from tpu_offload.engine import Engine, FinishReason, SamplingParams
+from tpu_offload.errors import ConfigError, RequestError
 
 pytestmark = pytest.mark.usefixtures("own_sizes")
 
@@ -108,6 +110,58 @@ def test_wrong_requests_are_refused():
     with pytest.raises(RequestError, match="token 96; expected 0 to 95"):
         engine.add_request(make_request("b", (1, 96)))
     assert engine.stats().num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"request_id": 5}, "request_id is 5; expected text"),
+        ({"prompt_tokens": (1.0, 2.0, 3.0)}, "request a has tokens of type float; expected integers"),
+        ({"prompt_tokens": "abc"}, "request a has tokens of type str; expected integers"),
+        ({"prompt_tokens": None}, "request a has a prompt of None; expected token ids"),
+        ({"cache_salt": None}, "request a has a cache_salt of None; expected text"),
+        ({"limits": 5}, "request a has limits 5; expected RequestLimits"),
+        ({"sampling": None}, "request a has sampling None; expected SamplingParams"),
+    ],
+)
+def test_what_a_step_would_stumble_over_is_refused(roomy_outputs, wrong, said):
+    """A step that raises takes all other requests with it."""
+    engine = Engine(TINY, SMALL_ENGINE, offload=OffloadConfig.create(num_cpu_chunks=16))
+    first, *others = some_requests()
+    engine.add_request(first)
+    with pytest.raises(RequestError, match=said):
+        engine.add_request(dataclasses.replace(make_request("a", random_tokens(3, 20)), **wrong))
+    assert tokens_of(serve(engine, others)) == tokens_of(roomy_outputs)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 2.5},
+        {"max_tokens": float("nan")},
+        {"temperature": "hot"},
+        {"temperature": 1e300},
+        {"top_k": 2**31},
+        {"top_k": 1.5},
+        {"seed": None},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("x",)},
+    ],
+)
+def test_wrong_sampling_is_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name}=.*; expected"):
+        SamplingParams(**{"max_tokens": 4, **wrong})
+
+
+def test_settings_of_another_kind_are_refused():
+    wrong: Any
+    for wrong in ("host_gb=1", {}):
+        with pytest.raises(ConfigError, match="expected an OffloadConfig or None"):
+            Engine(TINY, SMALL_ENGINE, offload=wrong)
+    with pytest.raises(ConfigError, match=r"block_size=4.5; expected an integer"):
+        dataclasses.replace(SMALL_ENGINE, block_size=4.5)  # type: ignore[arg-type]
 
 
 def test_abort_while_waiting_and_running(roomy_outputs):

@@ -210,7 +210,7 @@ def test_names_of_samples_are_taken():
 
 
 def test_n_is_checked():
-    wrong: list[Any] = [0, 1.5]
-    for n in wrong:
-        with pytest.raises(ValueError, match=f"n={n}; expected at least 1"):
+    wrong: dict[Any, str] = {0: "at least 1", 1.5: "an integer"}
+    for n, expected in wrong.items():
+        with pytest.raises(ValueError, match=f"n={n}; expected {expected}"):
             SamplingParams(1, n=n)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import logging
 import os
 import sys
@@ -44,6 +45,8 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the life of the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding lacks are escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format=f"{prog}: %(levelname)s: %(message)s")
     try:
         with command.make_context(prog, list(given), obj=given, **_CONTEXT) as context:

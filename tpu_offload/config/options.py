@@ -376,7 +376,7 @@ class OffloadConfig(pydantic.BaseModel):
     @pydantic.field_validator("copy_profile")
     @classmethod
     def _check_copy_profile(cls, value: Path | None) -> Path | None:
-        if value == Path():  # an empty string
+        if value == Path() or (value is not None and "\0" in str(value)):  # an empty string; a null character in JSON
             raise ValueError("expected the path of a file")
         return value
 

@@ -43,6 +43,7 @@ class Completion:
     def complete(self, job: Job) -> None:
         """Ends a job; its state is final."""
         timed_out = job.state is JobState.TIMED_OUT
+        failed = job.state is JobState.FAILED and (job.copy_failed or not job.is_void)
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
             if timed_out:  # under an account of its own: its request may reserve again
@@ -57,11 +58,11 @@ class Completion:
             # A lookup has a deadline of its own.
             after = "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
             _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
-        elif job.state is JobState.FAILED:
+        elif failed:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
         if not job.kind.of_storage:  # those have counters of their own
             self._counts.num_timed_out_jobs += timed_out
-            self._counts.num_failed_jobs += timed_out or job.state is JobState.FAILED
+            self._counts.num_failed_jobs += timed_out or failed
         if job.state is JobState.FINISHED:
             job.breaker.succeeded(job.job_id)
         elif job.copy_failed:

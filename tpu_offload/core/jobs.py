@@ -56,6 +56,7 @@ class Job:
       failed_blocks: positions of the blocks that some worker did not copy, where that is known.
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
+      is_void: what it copies was made invalid by a reset: unless a copy failed, its end is no failure to report.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
       missing: for a promotion, positions of chunks that some worker's storage does not have.
       num_found: for a lookup, for each of its prefixes the number of leading chunks that all workers so far have.
@@ -96,6 +97,7 @@ class Job:
         self.all_failed = False
         self.failed_blocks: set[int] = set()
         self.copy_failed = False
+        self.is_void = False
         self.detached = False
         self.missing: set[int] = set()
         self.num_found: tuple[int, ...] = ()
@@ -148,6 +150,11 @@ class Job:
         """All of it fails, whatever the workers report."""
         self.all_failed = True
         self.error = self.error or why
+
+    def make_void(self, why: str) -> None:
+        """The cache was reset: all of it fails, and nobody is to blame."""
+        self.is_void = True
+        self.mark_failed(why)
 
     def add_result(self, worker_id: int, result: JobResult) -> None:
         """Records one worker's result."""

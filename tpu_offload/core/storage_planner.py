@@ -141,7 +141,8 @@ class StoragePlanner:
         self._lookups.reset()
         self.writes.reset()
         self.records.clear()
-        self._fail_jobs("storage was cleared")
+        for job in self._jobs.of(*STORAGE_JOBS):
+            job.make_void("storage was cleared")
 
     def adopt(self, worker_id: int, listed: Sequence[ChunkKey] | None, *, is_shared: bool = False) -> None:
         """A worker has started, for the first time or again, and has these records in storage, oldest first.

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_offload.config import CopyPath, OffloadConfig
-from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
-from tpu_offload.errors import ConfigError, InputError, OffloadError
+from tpu_offload.errors import InputError, OffloadError
 from tpu_offload.measure import Geometry, check_backend
 from tpu_offload.measure.worker_copies import CopyRates, WorkerCopies, measure_copy_rates
 from tpu_offload.types import Direction
@@ -62,18 +61,6 @@ def check_copies(devices: list[Any]) -> Findings:
                     f"it fails: {type(e).__name__}: {one_line(str(e).partition(chr(10))[0])}",
                     f"do not use it: set TPU_OFFLOAD_SAVE_PATH and _LOAD_PATH to another than {path.value}",
                 )
-
-
-def check_profile(devices: list[Any], config: OffloadConfig | None) -> Findings:
-    """Whether a copy profile is of these devices."""
-    if config is None or config.copy_profile is None or not devices:
-        return
-    try:
-        CopyProfile.read(config.copy_profile).check_device(devices[0].device_kind)
-    except ConfigError as e:
-        yield error("copy profile", str(e), "measure it on this machine")
-    else:
-        yield ok("copy profile", f"{config.copy_profile} is of these devices")
 
 
 def check_allocation(devices: list[Any], config: OffloadConfig | None) -> Findings:

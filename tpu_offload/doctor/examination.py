@@ -5,7 +5,7 @@ from typing import Any
 
 from tpu_offload.doctor.findings import Finding
 from tpu_offload.doctor.host import Host, check_host, has_tpu
-from tpu_offload.doctor.settings import read_settings
+from tpu_offload.doctor.settings import check_profile, read_settings
 from tpu_offload.doctor.tiers import check_tiers
 from tpu_offload.doctor.versions import check_compiled, check_known_faults, check_versions, installed_versions
 
@@ -26,6 +26,7 @@ def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Itera
     if not with_devices:
         yield from check_host(Host.read(), config, on_tpu=has_tpu(), beside_engine=True)
         yield from check_tiers(config)
+        yield from check_profile((), config)
         return
     from tpu_offload.doctor import devices as of_devices  # jax takes seconds to import
 
@@ -33,7 +34,7 @@ def examine(overrides: Mapping[str, Any], *, with_devices: bool = True) -> Itera
     yield from findings
     yield from check_host(Host.read(), config, on_tpu=bool(devices) and devices[0].platform == "tpu")
     yield from check_tiers(config)
+    yield from check_profile(devices, config)
     if devices:
-        yield from of_devices.check_profile(devices, config)
         yield from of_devices.check_copies(devices)
         yield from of_devices.check_allocation(devices, config)

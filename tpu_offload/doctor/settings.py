@@ -1,10 +1,12 @@
-"""The settings: whether they parse, contradict each other, or have no effect."""
+"""The settings: whether they parse, contradict each other, have no effect, or name what is not there."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.copy_profile import CopyProfile
+from tpu_offload.core.policies import find_policy
 from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
 from tpu_offload.errors import ConfigError
 
@@ -70,3 +72,27 @@ def _contradictions(config: OffloadConfig) -> Findings:
                 "holds the same, and adds little but a restart",
                 "enlarge TPU_OFFLOAD_STORAGE_GB",
             )
+    try:
+        find_policy(config.eviction_policy)
+    except ConfigError as e:
+        yield error(_CHECK, str(e), "the engine will not start with it: see docs/policies.md")
+
+
+def check_profile(devices: Sequence[Any], config: OffloadConfig | None) -> Findings:
+    """Whether a copy profile can be read, and is of these devices.
+
+    Args:
+      devices: those of jax; without any the profile is only read.
+      config: the settings.
+    """
+    if config is None or config.copy_profile is None:
+        return
+    path = config.copy_profile
+    try:
+        profile = CopyProfile.read(path)
+        if devices:
+            profile.check_device(devices[0].device_kind)
+    except ConfigError as e:
+        yield error("copy profile", str(e), "measure it on this machine")
+    else:
+        yield ok("copy profile", f"{path} is of {'these' if devices else profile.device_kind!r} devices")

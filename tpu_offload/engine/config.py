@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import numbers
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -228,6 +230,8 @@ class EngineConfig:
         return self.num_states or 4 * self.max_num_seqs
 
 
-def _check_positive(name: str, value: int) -> None:
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name}={value!r:.60}; expected an integer")
     if value < 1:
         raise ConfigError(f"{name}={value}; expected at least 1")

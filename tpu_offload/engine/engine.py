@@ -5,7 +5,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from tpu_offload import BlockHash, BlockHasher, CachesLostError, OffloadConfig, OffloadStats, RequestError, TierStats
+from tpu_offload import (
+    BlockHash,
+    BlockHasher,
+    CachesLostError,
+    ConfigError,
+    OffloadConfig,
+    OffloadStats,
+    RequestError,
+    TierStats,
+)
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.hosts import HostOutput, HostRunner, Hosts
@@ -54,7 +63,7 @@ class Engine:
       hosts: the processes that run the model, in place of this one; they serve one engine at a time.
     Raises:
       HostError: a process of `hosts` has died, or refuses the settings; `step` and the other calls raise it too.
-      ConfigError: the offload settings do not fit the layout.
+      ConfigError: the offload settings do not fit the layout, or are no `OffloadConfig`.
       LayoutError: the model has layers with windows and the host tier is on.
     """
 
@@ -68,6 +77,8 @@ class Engine:
         seams: Seams | None = None,
         hosts: Hosts | None = None,
     ) -> None:
+        if not isinstance(offload, OffloadConfig | None):
+            raise ConfigError(f"offload is {offload!r:.60}; expected an OffloadConfig or None")
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner: ModelRunner | HostRunner
@@ -110,21 +121,15 @@ class Engine:
         """Queues a request. One that can never be served ends with an error in the next step.
 
         Raises:
-          RequestError: the id is in use, a token is not in the vocabulary, or the cache_salt is not valid text.
+          RequestError: the id is in use, or `Request.check` says why.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"the request is {request!r:.60}; expected a Request")
+        request.check(self._vocab_size)
         taken = [request.request_id] if request.request_id in self._samples else []
         taken += filter(self._scheduler.has, (sample_id(request.request_id, i) for i in range(request.sampling.n)))
         if taken:
             raise RequestError(f"request {taken[0]} is still unfinished; choose another request_id")
-        strange = [token for token in request.prompt_tokens if not 0 <= token < self._vocab_size]
-        if strange:
-            raise RequestError(
-                f"request {request.request_id} has token {strange[0]}; expected 0 to {self._vocab_size - 1}"
-            )
-        try:
-            request.cache_salt.encode()
-        except UnicodeEncodeError as e:
-            raise RequestError(f"request {request.request_id} has a cache_salt that is not valid text: {e}") from e
         now_s = self._clock()
         samples = [Sequence(request, now_s, list(request.prompt_tokens), i) for i in range(request.sampling.n)]
         error = self._scheduler.why_unservable(request)

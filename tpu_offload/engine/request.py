@@ -2,8 +2,11 @@
 
 import dataclasses
 import enum
+import numbers
 
-from tpu_offload import RequestLimits
+from tpu_offload import RequestError, RequestLimits
+
+_MAX_FLOAT = 3.4e38  # of float32, in which the device divides by temperatures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,15 +30,20 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed", "n"):
+            if not _is_integer(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r:.60}; expected an integer")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}; expected at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}; expected 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}; expected 0 (all tokens) or a positive number")
+        if not (_is_number(self.temperature) and 0.0 <= self.temperature <= _MAX_FLOAT):
+            raise ValueError(f"temperature={self.temperature!r:.60}; expected 0 (greedy) or a positive float32")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k={self.top_k}; expected 0 (all tokens) or a positive number below {2**31}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}; expected 0 to {2**32 - 1}")
-        if not isinstance(self.n, int) or self.n < 1:
+        if not (isinstance(self.stop_token_ids, (tuple, list)) and all(map(_is_integer, self.stop_token_ids))):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r:.60}; expected a tuple of token ids")
+        if self.n < 1:
             raise ValueError(f"n={self.n}; expected at least 1")
 
 
@@ -56,6 +64,44 @@ class Request:
     sampling: SamplingParams
     cache_salt: str = ""
     limits: RequestLimits = dataclasses.field(default_factory=RequestLimits)
+
+    def check(self, vocab_size: int) -> None:
+        """Checks what a step or a copy would stumble over, at the cost of all other requests.
+
+        Raises:
+          RequestError: the id is no text, a token is not in the vocabulary, or the sampling, cache_salt or limits are
+            not valid.
+        """
+        if not isinstance(self.request_id, str):
+            raise RequestError(f"the request_id is {self.request_id!r:.60}; expected text")
+        what = f"request {self.request_id:.60}"
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"{what} has sampling {self.sampling!r:.60}; expected SamplingParams")
+        if not isinstance(self.limits, RequestLimits | None):
+            raise RequestError(f"{what} has limits {self.limits!r:.60}; expected RequestLimits")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"{what} has a cache_salt of {self.cache_salt!r:.60}; expected text")
+        try:
+            self.cache_salt.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(f"{what} has a cache_salt that is not valid text: {e}") from e
+        try:
+            kinds = set(map(type, self.prompt_tokens))
+        except TypeError as e:
+            raise RequestError(f"{what} has a prompt of {self.prompt_tokens!r:.60}; expected token ids") from e
+        if strange := [kind for kind in kinds if not issubclass(kind, numbers.Integral)]:
+            raise RequestError(f"{what} has tokens of type {strange[0].__name__}; expected integers")
+        if unknown := [token for token in self.prompt_tokens if not 0 <= token < vocab_size]:
+            raise RequestError(f"{what} has token {unknown[0]}; expected 0 to {vocab_size - 1}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _is_integer(value: object) -> bool:
+    """Also of numpy."""
+    return isinstance(value, numbers.Integral)
 
 
 class FinishReason(enum.Enum):

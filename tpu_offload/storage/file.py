@@ -90,6 +90,8 @@ class FileOptions:
                 raise ConfigError(f"{_setting(text)} has {one_line(pair)}; expected {_OPTIONS}") from None
         if not directory.strip():
             raise ConfigError(f"{_setting(text)} names no directory; expected {_OPTIONS}")
+        if "\0" in directory:  # from JSON; the system's functions raise ValueError
+            raise ConfigError(f"{_setting(one_line(text))} has a null character; expected {_OPTIONS}")
         return cls(directory=os.path.abspath(os.path.expanduser(directory.strip())), **values)
 
 

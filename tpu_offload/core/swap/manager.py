@@ -313,7 +313,7 @@ class RequestSwap:
     def reset(self) -> None:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""
         for job in self._jobs:
-            job.mark_failed("the cache was reset")
+            job.make_void("the cache was reset")
             self._pool.clear_hashes(job.pool_blocks[0])
         for swapped in list(self._swapped.values()):
             self._mark_lost(swapped)
