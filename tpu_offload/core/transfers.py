@@ -159,8 +159,8 @@ class Transfers:
         for load in list(self._queue):
             self._give_up_waiting(load)
         for job in self._jobs.of(*TRANSFERS):
-            job.make_void("the cache was reset")
-            self._give_up(job, job.error)
+            job.is_void = True
+            self._give_up(job, "the cache was reset")
 
     def fail_in_flight(self, worker_id: int, *, why: str) -> None:
         """Fails the jobs sent to a worker that has restarted: they are lost, or will run with empty host memory."""
