@@ -30,7 +30,8 @@ def report_of(tmp_path, *flags, status=0):
 
 @pytest.mark.wide
 def test_all_engines(tmp_path, capsys, steps_as_time):
-    report = report_of(tmp_path, "10", *SMALL)
+    # In 10 s there were 0 to 11 preemptions: it depends on the moments at which copies end.
+    report = report_of(tmp_path, "30", *SMALL)
     out = capsys.readouterr().out
     assert "Soak passed" in out
     assert report["outputs_identical"] is True
@@ -40,7 +41,7 @@ def test_all_engines(tmp_path, capsys, steps_as_time):
     assert report["faults"]["cache is reset"] >= 3, "at least one per engine, however short the soak"
     assert report["num_rounds"] == len(report["rounds"])
     assert report["num_jobs_left"] == 0
-    assert report["rounds"][-1]["at_s"] >= 10
+    assert report["rounds"][-1]["at_s"] >= 30
     assert not report["interrupted"]
     sums = {name: sum(e[name] for e in report["engines"].values()) for name in ("num_preemptions", "loaded_blocks")}
     assert min(sums.values()) > 0, f"no pressure: {sums}"
