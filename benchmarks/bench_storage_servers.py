@@ -2,7 +2,7 @@
 
 The other end of the stream receives into 1 MiB that is always in the processor's caches, and sends from it. That of
 another stream ("kept") has memory for all records, as a store must: on some machines that alone is several times
-slower.
+slower. For the same reason, of two tiers on one server the later one of a round can be faster: give each its own.
 
 Each URL is a tier: valkey://, s3://, gs:// or file://, with options as in TPU_OFFLOAD_STORAGE_OPTIONS. The servers must
 be running. In each round every tier writes and reads all records with `--threads` threads, in turn with one TCP

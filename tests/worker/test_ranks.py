@@ -43,8 +43,8 @@ def finished(*job_ids, oldest=0):
 )
 def test_every_byte_of_every_rank_is_right(caplog, faults, settings):
     lives = Lives(7, faults=faults, **settings)
-    lives.run(40)
-    assert min(counts["loaded"] for counts in lives.counts) > 2  # 7 to 14 have been seen
+    lives.run(80)
+    assert min(counts["loaded"] for counts in lives.counts) > 5
     assert sum(counts["swapped in"] for counts in lives.counts) > 5
     failed = [record for record in caplog.records if record.name == "tpu_offload.worker.jobs"]
     assert bool(failed) == (faults > 0)
@@ -64,11 +64,10 @@ STORAGE: dict[str, Any] = {"storage_wait_s": 6, "storage_lookup_wait_s": 4, "num
 def test_every_byte_of_every_rank_comes_back_from_storage(tiers, faults):
     settings = STORAGE | {"storage_tier": ";".join(tiers), "num_storage_chunks": ";".join(["30"] * len(tiers))}
     lives = Lives(7, faults=faults / 2, storage_faults=faults, **settings)
-    lives.run(50)
-    # How many depends on the moments at which copies end. Seen: 39 to 186 stored, 55 to 409 promoted, 2,629 checked.
-    assert sum(counts["stored"] for counts in lives.counts) > 10
-    assert sum(counts["promoted"] for counts in lives.counts) > 10
-    assert lives.num_checked > 1000
+    lives.run(120)  # 50 steps stored 39 to 186: it depends on the moments at which copies end
+    assert sum(counts["stored"] for counts in lives.counts) > 40
+    assert sum(counts["promoted"] for counts in lives.counts) > 20
+    assert lives.num_checked > 2000
     lives.close()
 
 

@@ -208,7 +208,7 @@ class GroupCopies:
         return [kv_caches[i] for i in self._layer_ids]
 
     def _put(self, kv_caches: Caches, written: Caches) -> None:
-        if len(self._layer_ids) == len(kv_caches) == len(written):
+        if len(self._layer_ids) == len(kv_caches) == len(written):  # one page group, nearly always, and cheaper
             kv_caches[:] = written
             return
         for i, cache in zip(self._layer_ids, written, strict=True):
