@@ -299,18 +299,22 @@ def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.simulation import cli; cli._LINE_INTERVAL_S = 0.0\n"
-        f"raise SystemExit(cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
+        "from tpu_offload.cli.command import run_process\n"
+        f"run_process(lambda: cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
     )
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stderr.readline().endswith(" of 1000000 seeds\n")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stderr.readline().endswith(" of 1000000 seeds\n")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert out.startswith("interrupted: ")
     assert out.count("\n") == 1
