@@ -118,7 +118,7 @@ def test_a_segment_in_use_is_freed_later() -> None:
     divide(worker, 1, 10, 20)
     group.flights.append(Flight())
     for _ in range(3):
-        worker._tier.pools.advance_division()
+        worker._tier.pools.advance()
     assert group.memory.arena.num_segments_ready == 15
     group.flights.clear()
     assert settle(worker, 30 * 2048) == (20, 100)

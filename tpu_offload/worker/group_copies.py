@@ -93,9 +93,12 @@ class GroupCopies:
     # Jobs.
 
     def can_copy(self, parts: Sequence[tuple[int, CopyPart]], direction: Direction) -> bool:
-        """Whether all of these parts, each with the rank of its job, can be copied; else `part_error` says why not."""
-        block_ids = [block_id for _, part in parts for block_id in part.block_ids]
-        host_ids = [block_id for _, part in parts for block_id in part.host_block_ids]
+        """Whether all of these parts (at least one), each with its job's rank, can be copied; else see `part_error`."""
+        block_ids: Sequence[int] = parts[0][1].block_ids
+        host_ids: Sequence[int] = parts[0][1].host_block_ids
+        if len(parts) > 1:
+            block_ids = [block_id for _, part in parts for block_id in part.block_ids]
+            host_ids = [block_id for _, part in parts for block_id in part.host_block_ids]
         if not block_ids:
             return True
         memory = self.memory

@@ -105,7 +105,8 @@ class WorkerJobs:
 
     def raise_watermark(self, job_id: int) -> None:
         """No job with a smaller id will be started."""
-        self._watermark = max(self._watermark, job_id)
+        if job_id > self._watermark:
+            self._watermark = job_id
 
     def add_ref(self, job_ids: Iterable[int]) -> None:
         """Adds a reference to each of these jobs, for a flight that carries blocks of them."""

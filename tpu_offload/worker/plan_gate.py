@@ -38,7 +38,8 @@ class PlanOrder:
 
     def begin(self, plan: StepPlan) -> None:
         """A plan that has not begun before begins."""
-        self._begun_below = max(self._begun_below, plan.next_job_id)
+        if plan.next_job_id > self._begun_below:
+            self._begun_below = plan.next_job_id
         self._last_step_id = plan.step_id
 
 
@@ -74,7 +75,7 @@ class PlanGate:
 
     def begin(self, plan: StepPlan) -> bool:
         """Begins a plan; False if it, or a later one, has begun before, and must be ignored."""
-        if self.has_begun(plan):
+        if self._order.has_begun(plan):
             self._ignore(plan, "is a duplicate, or older than the last one")
             return False
         self._order.begin(plan)

@@ -159,35 +159,23 @@ class TierPools:
 
     # Division of the memory into pools.
 
-    @property
-    def num_segments(self) -> int:
-        """Segments that both pools can have together; 0 without states."""
-        return self._division.num_segments if self._division is not None else 0
-
-    @property
-    def division_id(self) -> int:
-        """The last division that was begun; 0 without one."""
-        return self._division.division_id if self._division is not None else 0
-
     def divide(self, division: HostDivision) -> None:
-        """Begins to move segments between the pools; `advance_division` continues."""
+        """Begins to move segments between the pools; `advance` continues."""
         if self._division is not None:
             self._division.begin(division)
 
-    def advance_division(self) -> None:
-        """Frees and allocates the segments that can be freed and allocated now. Does not wait."""
-        if self._division is not None:
-            self._division.advance()
+    def advance(self) -> tuple[int, int, int, int]:
+        """Frees and allocates the segments that can be freed and allocated now. Does not wait.
 
-    @property
-    def num_chunks_ready(self) -> int:
-        """Chunks of the pool that are allocated; grows to the size of the pool."""
-        return min([group.memory.arena.num_chunks_ready for group in self._of_chunks])
-
-    @property
-    def num_states_ready(self) -> int:
-        """Likewise, rows of the pool of states."""
-        return min([group.memory.arena.num_chunks_ready for group in self._of_states], default=0)
+        Returns:
+          Chunks whose memory is allocated, which grow to the size of the pool; likewise rows of states; segments that
+          both pools can have together; and the last division that was begun. The last three are 0 without states.
+        """
+        division = self._division
+        if division is None:  # nearly always, and in every step
+            return _num_ready(self._of_chunks), 0, 0, 0
+        division.advance()
+        return _num_ready(self._of_chunks), _num_ready(self._of_states), division.num_segments, division.division_id
 
     @property
     def hbm_nbytes(self) -> int:
@@ -217,6 +205,13 @@ class TierPools:
         for group in self.groups:
             group.flights.clear()
             group.memory.arena.close()
+
+
+def _num_ready(groups: Sequence[GroupCopies]) -> int:
+    # A segment is usable once all page groups have it.
+    if len(groups) == 1:
+        return groups[0].memory.arena.num_chunks_ready
+    return min([group.memory.arena.num_chunks_ready for group in groups], default=0)
 
 
 def _take_lost(groups: Iterable[GroupCopies]) -> tuple[tuple[int, int], ...]:

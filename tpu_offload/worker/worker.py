@@ -232,10 +232,10 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        if not plan.of(JobKind.SAVE, JobKind.CASCADE):  # else `end_step` starts the last of them
+        if not (plan.jobs and plan.of(JobKind.SAVE, JobKind.CASCADE)):  # else `end_step` starts the last of them
             self._jobs.raise_watermark(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
-                return kv_caches
+                return kv_caches  # nearly always
         if tier is not None:
             tier.abandon_pass()
         kv_caches = list(kv_caches)  # the programs are compiled for a list
@@ -279,9 +279,14 @@ class OffloadWorker:
 
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
         """Dispatches the copies before the forward pass; caches that are written are replaced in the list."""
-        early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
+        jobs: dict[JobKind, list[CopyJob]] = {}
+        for job in plan.jobs:
+            jobs.setdefault(job.kind, []).append(job)
+        early, outs, loads, ins = [
+            jobs.get(kind, ()) for kind in (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN)
+        ]
         # Demotions read slots before saves and promotions of this plan, or of a later one, write them.
-        demotions = plan.of(JobKind.DEMOTE)
+        demotions = jobs.get(JobKind.DEMOTE, ())
         if self._storage is None:
             self._refuse(demotions, _NO_STORAGE)
         elif demotions:
@@ -295,7 +300,7 @@ class OffloadWorker:
             self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
         elif outs:
             self._swap.swap(outs, kv_caches)
-        lookups, promotions = plan.of(JobKind.LOOKUP), plan.of(JobKind.PROMOTE)
+        lookups, promotions = jobs.get(JobKind.LOOKUP, ()), jobs.get(JobKind.PROMOTE, ())
         if self._storage is None:
             self._refuse((*lookups, *promotions), _NO_STORAGE)
         else:
@@ -471,9 +476,7 @@ class OffloadWorker:
         tier, swap, jobs, gate = self._tier, self._swap, self._jobs, self._gate
         memory: tuple[int, int, int, int] = 0, 0, 0, 0
         if tier is not None:
-            pools = tier.pools
-            pools.advance_division()
-            memory = pools.num_chunks_ready, pools.num_states_ready, pools.num_segments, pools.division_id
+            memory = tier.pools.advance()
         num_swap = swap.num_blocks_ready if swap is not None else ()
         return memory, num_swap, jobs.oldest_id, jobs.storage_ids, gate.epoch.num_losses, gate.setup
 
