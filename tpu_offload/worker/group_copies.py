@@ -269,16 +269,20 @@ class GroupCopies:
 
     def collect(self) -> None:
         """Dispatches the second halves of saves that have arrived, and ends the flights that are complete."""
-        for flight in self.in_transit():
-            if self._lockstep or not is_ready(flight.waiting_on):
-                continue
-            if flight.direction is Direction.SAVE:
-                self._resume_save(flight)
-            elif all(map(self._jobs.is_cancelled, flight.moves.jobs())):
-                self._resume_load(flight, [])  # writes nothing
         for flight in list(self.flights):
+            if flight.phase is Phase.TRANSIT and not self._lockstep and is_ready(flight.waiting_on):
+                self._resume_arrived(flight)
+                if flight not in self.flights:
+                    continue
             if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
                 self.end(flight)
+
+    def _resume_arrived(self, flight: Flight) -> None:
+        """Resumes a save, or drops a load of which every job was cancelled; others need `resume`."""
+        if flight.direction is Direction.SAVE:
+            self._resume_save(flight)
+        elif all(map(self._jobs.is_cancelled, flight.moves.jobs())):
+            self._resume_load(flight, [])  # writes nothing
 
     def end(self, flight: Flight) -> None:
         """Ends a flight whose last program is dispatched; waits for its token unless that is ready."""
