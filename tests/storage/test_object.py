@@ -140,6 +140,33 @@ def test_a_clear_leaves_nothing(store_url):
         assert tier.stored_keys() == [key_of(1)]
 
 
+def test_what_is_written_after_all_objects_were_deleted_is_found_by_the_next_start(store_url):
+    """By somebody else, or by a lifecycle rule: the name of the generation is gone with them."""
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        obstore.delete(tier._store, names(tier))
+        with pytest.raises(KeyError):
+            read(tier, key_of(1))
+        write(tier, key_of(2), 2)
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(2)]
+        assert read(tier, key_of(2)) == payload(2)
+
+
+def test_a_bucket_that_was_made_anew_is_used_as_before():
+    with own_server() as (server, url):
+        with opened(url) as tier:
+            write(tier, key_of(1), 1)
+            server.kill()
+            with pytest.raises(OSError, match="Connection refused"):
+                read(tier, key_of(1))
+            server.start()
+            servers.make_bucket(server.port, "bucket")
+            write(tier, key_of(2), 2)
+        with opened(url) as tier:
+            assert tier.stored_keys() == [key_of(2)]
+
+
 def test_files_of_a_killed_writer_are_removed(tmp_path):
     with opened(f"file://{tmp_path}") as tier:
         write(tier, key_of(1), 1)

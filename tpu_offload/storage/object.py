@@ -5,7 +5,8 @@
 An object is named `<fingerprint>/<worker>/<generation>/<key>.kv`, the key in hexadecimal. Keys are hashes, so names
 spread over the key range of a bucket. The object `<fingerprint>/<worker>/generation` names the current generation, a
 random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
-background.
+background. An engine looks at it again, before its next write, once a call has failed or a record was missing: if it is gone
+with all else, it is written again, and what `tpu-offload tier clear` has named is taken up.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
@@ -84,6 +85,7 @@ class ObjectTier(StorageTier):
         self._lock = threading.Lock()
         self._generation = new_generation()
         self._is_published = False
+        self._is_doubtful = False  # whether the store may name another one by now
         self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -101,16 +103,21 @@ class ObjectTier(StorageTier):
             self._generation, self._is_published = new_generation(), False
 
     def _adopt(self) -> bool:
+        found = self._named()
+        if found is None:
+            return False
+        self._generation = found
+        return True
+
+    def _named(self) -> str | None:
+        """The generation that the store names."""
         try:
             found = bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
         except FileNotFoundError as e:
             if "NoSuchBucket" in str(e):
                 raise
-            return False
-        if not GENERATION.fullmatch(found):
-            return False
-        self._generation = found
-        return True
+            return None
+        return found if GENERATION.fullmatch(found) else None
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
@@ -133,12 +140,14 @@ class ObjectTier(StorageTier):
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
+        self._check_named()
         self._publish()
         # In memory it would keep the caller's memory as the object.
         data = np.array(record) if isinstance(self._store, MemoryStore) else record
         try:
             obstore.put(self._store, self._name(key), data, use_multipart=False)
         except (BaseError, OSError) as e:
+            self._is_doubtful = True
             raise OSError(reason(e)) from e
 
     def read(self, key: bytes, record: memoryview) -> None:
@@ -153,8 +162,10 @@ class ObjectTier(StorageTier):
                 start, end = end, end + len(data)
                 np.copyto(target[start:end], data)  # without the interpreter's lock
         except FileNotFoundError as e:
+            self._is_doubtful = True
             raise KeyError(reason(e)) from e
         except (BaseError, OSError, ValueError) as e:  # ValueError: fewer or more bytes than there is room for
+            self._is_doubtful = True
             raise OSError(reason(e)) from e
         if end != len(target):
             raise OSError(f"the store sent {end} bytes of {len(target)}")
@@ -226,6 +237,19 @@ class ObjectTier(StorageTier):
             self._earlier.add(self._generation)
             self._generation = new_generation()
             self._is_published = False
+
+    def _check_named(self) -> None:
+        """Finds out whether the store still names this generation, if it may not."""
+        with self._lock:
+            if not (self._is_doubtful and self._is_published):
+                return
+            try:
+                found = self._named()
+            except (BaseError, OSError) as e:
+                raise OSError(reason(e)) from e
+            self._is_doubtful = False
+            self._is_published = found is not None
+            self._generation = found or self._generation
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
