@@ -5,8 +5,8 @@
 An object is named `<fingerprint>/<worker>/<generation>/<key>.kv`, the key in hexadecimal. Keys are hashes, so names
 spread over the key range of a bucket. The object `<fingerprint>/<worker>/generation` names the current generation, a
 random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
-background. After a call has failed or a record was missing, an engine looks at that object again before it writes: if it
-is gone with all else, it is written again, and what `tpu-offload tier clear` has named is taken up.
+background. After a call has failed or a record was missing, an engine looks at that object again before it writes: it
+may be gone with all else, and is written again then, or `tpu-offload tier clear` has named another, which is taken up.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
