@@ -54,6 +54,7 @@ GENERATION = re.compile(r"[0-9a-f]{16}")
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
+_REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -122,13 +123,8 @@ class ObjectTier(StorageTier):
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
         text = str(error)
-        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED):
+        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED + _METADATA_SERVERS):
             raise self._refused(error) from None
-        if any(server in text for server in _METADATA_SERVERS):
-            raise ConfigError(
-                f"{SETTING}: {where(self._store)}: no credentials in the environment, and no metadata server "
-                f"({reason(error)})"
-            ) from None
         _logger.warning(
             "storage tier: %s does not answer (%s); it starts empty, and is used once it answers",
             where(self._store),
@@ -368,12 +364,13 @@ def _s3(options: UrlOptions) -> Mapping[str, Any]:
     }
     if options.boolean("anonymous", False):
         config["skip_signature"] = True
-    config |= {name: value for name in ("endpoint", "region") if (value := options.text(name))}
+    given = {"endpoint": options.url("endpoint"), "region": options.text("region")}
+    config |= {name: value for name, value in given.items() if value}
     return config
 
 
 def _gcs(options: UrlOptions) -> Mapping[str, Any]:
-    endpoint = options.text("endpoint")
+    endpoint = options.url("endpoint")
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
     if options.boolean("anonymous", False):
         config["skip_signature"] = True
@@ -384,14 +381,14 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
     path = Path(options.path)
     if options.place or not path.is_absolute() or path == Path("/"):
         raise ConfigError(
-            f"{SETTING}=file://{options.place}{options.path}; expected an absolute path, file:///mnt/cache"
+            f"{SETTING}=file://{options.place}{one_line(options.path)[1:-1]}; expected an absolute path, file:///mnt/cache"
         )
     try:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
-        raise ConfigError(f"{SETTING}=file://{options.path} cannot be opened: {reason(e)}") from None
+        raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
 
 
 def _remove_staging_files(root: Path) -> None:
@@ -430,6 +427,9 @@ def where(store: Store) -> str:
 def reason(error: BaseException) -> str:
     """What went wrong, from an error of obstore, which has the request, the answer and a debug dump in many lines."""
     text = str(error)
+    if any(server in text for server in _METADATA_SERVERS):
+        return f"{type(error).__name__}: no credentials in the environment, and no metadata server"
+    text = _REQUEST.sub("", text)
     for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
         if found := re.search(pattern, text):
             return f"{type(error).__name__}: {found[1]}"
