@@ -299,14 +299,21 @@ def test_tokens_round_down_to_blocks(tokens, blocks):
 
 def test_less_than_one_block_is_an_error():
     with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_STAGING_BUFFER_TOKENS=15 is 0 blocks .*at least 16, or to 0"):
-        OffloadConfig.create(staging_buffer_tokens=15).staging_blocks(make_layout(block_size=16))
+        OffloadConfig.create(staging_buffer_tokens=15, save_path="staged").staging_blocks(make_layout(block_size=16))
 
 
 def test_less_than_one_chunk_is_an_error():
-    config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4)
-    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .*at least 4, or to 0"):
-        config.staging_blocks(make_layout())
-    assert OffloadConfig.create(num_staging_blocks=4, blocks_per_chunk=4).staging_blocks(make_layout()) == 4
+    for path in ({"save_path": "staged"}, {"load_path": "fused"}):
+        config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4, **path)
+        with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .*at least 4, or to 0"):
+            config.staging_blocks(make_layout())
+        config = OffloadConfig.create(num_staging_blocks=4, blocks_per_chunk=4, **path)
+        assert config.staging_blocks(make_layout()) == 4
+
+
+def test_direct_copies_need_no_staging_buffer():
+    config = OffloadConfig.create(blocks_per_chunk=4096)
+    assert config.staging_blocks(make_layout(block_size=16)) == DEFAULT_STAGING_BUFFER_TOKENS // 16
 
 
 def test_staging_gb_counts_the_bytes_of_one_device():
@@ -339,7 +346,7 @@ def test_an_exact_fit_in_gb_fits(num_blocks, page, num_layers):
 def test_the_size_that_an_error_suggests_is_enough(page, num_layers, blocks_per_chunk):
     layout = make_layout(num_layers=num_layers, page_shape=(16, page))
     for field, size in (("staging_buffer_gb", "staging_blocks"), ("host_gb", "host_chunks")):
-        config = OffloadConfig.create(**{field: 1e-9}, blocks_per_chunk=blocks_per_chunk)
+        config = OffloadConfig.create(**{field: 1e-9}, blocks_per_chunk=blocks_per_chunk, load_path="staged")
         with pytest.raises(ConfigError, match="set it to at least") as caught:
             getattr(config, size)(layout)
         suggested = re.search(r"at least ([0-9.e-]+),", str(caught.value)).group(1)

@@ -226,6 +226,20 @@ def test_invalid_input_is_one_line(error_of, argv, message):
     assert message in error_of(*argv)
 
 
+def test_a_valkey_server_that_is_dead_or_refuses_is_one_line(capfd):
+    """Of the process: valkey-glide writes to the descriptor itself."""
+    with servers.running(servers.valkey("--requirepass", "SECRET")) as server:
+        url = f"valkey://127.0.0.1:{server.port}"
+        capfd.readouterr()
+        assert main(["tier", "ls", url]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"tpu-offload: error: {url}: RequestError: ")
+        assert "NOAUTH" in line
+    assert main(["tier", "clear", url, "--yes"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "Connection refused" in line
+
+
 def test_no_permission_is_one_line(kv, error_of, monkeypatch):
     def refuse(self):
         raise PermissionError(13, "Permission denied", str(self))

@@ -208,3 +208,33 @@ def test_warm_up_compiles_all_programs(caplog):
         caplog.clear()
         serve(engine, some_requests())
         assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "offload", [None, OffloadConfig.create(num_cpu_chunks=64, host_segment_gb=0.001)], ids=["plain", "offload"]
+)
+def test_a_closed_engine_refuses_requests_and_steps(offload):
+    engine = Engine(TINY, SMALL_ENGINE, offload=offload)
+    serve(engine, [make_request("before", random_tokens(0, 40))])
+    engine.add_request(make_request("unfinished", random_tokens(1, 40)))
+    engine.close()
+    before = engine.stats(), engine.offload_stats()
+    with pytest.raises(RequestError, match=r"add_request\(\) of an engine that is closed"):
+        engine.add_request(make_request("after", random_tokens(2, 40)))
+    assert engine.has_unfinished
+    with pytest.raises(RequestError, match=r"step\(\) of an engine that is closed"):
+        engine.step()
+    assert (engine.stats(), engine.offload_stats()) == before
+    engine.close()
+
+
+def test_closing_again_closes_no_file_of_others(tmp_path, caplog):
+    storage = {"storage_tier": "file", "storage_options": f"{tmp_path},min_free_gb=0", "num_storage_chunks": 8}
+    engine = Engine(
+        TINY, SMALL_ENGINE, offload=OffloadConfig.create(num_cpu_chunks=64, host_segment_gb=0.001, **storage)
+    )
+    engine.close()
+    with (tmp_path / "another").open("w") as file:  # takes the number of one that was closed
+        engine.close()
+        file.write("written")
+    assert not caplog.text

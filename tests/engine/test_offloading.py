@@ -74,6 +74,18 @@ def test_outputs_are_the_same_and_kv_is_loaded(plain_outputs, changes):
     engine.close()
 
 
+@pytest.mark.parametrize("changes", [{"num_staging_blocks": 1}, {"staging_buffer_tokens": 3}], ids=str)
+def test_direct_copies_of_chunks_larger_than_the_staging_buffer(plain_outputs, changes):
+    offload = make_offload(**({"staging_buffer_tokens": None} | changes), blocks_per_chunk=3)
+    engine = Engine(TINY, TIGHT, offload=offload)
+    outputs = serve_rounds(engine, rounds())
+    assert tokens_of(outputs) == tokens_of(plain_outputs)
+    assert num_loaded(outputs) > 0
+    stats = engine.offload_stats()
+    assert (stats.num_failed_jobs, stats.staging_peak_blocks) == (0, 0)
+    engine.close()
+
+
 def test_outputs_are_the_same_under_eviction(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload(num_cpu_chunks=30))
     outputs = serve_rounds(engine, rounds())

@@ -162,11 +162,18 @@ def test_a_second_process_is_refused(tmp_path):
     second = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert second.returncode
     (line,) = [line for line in second.stderr.splitlines() if line.startswith("tpu_offload.errors")]
-    assert f"worker-1 is used by another process (pid {os.getpid()}); give each engine a directory" in line
+    assert f"worker-1 is used by another process (pid {os.getpid()}); give each engine and tier" in line
     write(tier, key_of(1), 1)
     assert read(tier, key_of(1)) == payload(1)
     tier.close()
     subprocess.run(run, cwd=ROOT, capture_output=True, timeout=120, check=True)
+
+
+def test_a_second_tier_of_the_same_process_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    tier, _ = opened(tmp_path / "kv")
+    expect_refused(tmp_path / "link", "worker-1 is used by this process already; give each engine and tier a directory")
+    tier.close()
 
 
 def test_a_forked_process_does_not_hold_the_directory(tmp_path):
@@ -174,7 +181,7 @@ def test_a_forked_process_does_not_hold_the_directory(tmp_path):
     run = [sys.executable, "-m", "tests.storage.fork_child", str(tmp_path)]
     output = subprocess.run(run, cwd=ROOT, capture_output=True, timeout=120, check=True, text=True).stdout
     refused, *others = output.splitlines()
-    assert "is used by another process" in refused, "the parent holds it, although the child has closed its tier"
+    assert "is used by this process already" in refused, "the parent holds it, although the child has closed its tier"
     assert others == ["True", "0"]
 
 

@@ -189,11 +189,15 @@ def test_less_than_a_chunk_is_not_worth_asking(engine, num_tokens):
     assert not asked(turn(engine))
 
 
-def test_what_is_in_hbm_is_not_asked_for(engine):
+def test_what_is_in_hbm_only_is_asked_for_too(engine):
+    """What follows it cannot be read into the host tier without it; what is in both is not asked for."""
     engine.others_store(A)
     found = engine.scheduler.match("a", engine.hashes(A), num_tokens=16, num_computed_tokens=8)
     assert found.state is ARRIVING
-    assert asked(turn(engine)) == [engine.keys(A)[2:]]
+    assert asked(turn(engine)) == [engine.keys(A)]
+    engine.fill(B[:8])
+    engine.scheduler.match("b", engine.hashes(B), num_tokens=16, num_computed_tokens=8)
+    assert asked(turn(engine)) == [engine.keys(B)[2:]]
 
 
 @pytest.mark.parametrize(

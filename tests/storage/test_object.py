@@ -140,6 +140,33 @@ def test_a_clear_leaves_nothing(store_url):
         assert tier.stored_keys() == [key_of(1)]
 
 
+def test_what_is_written_after_all_objects_were_deleted_is_found_by_the_next_start(store_url):
+    """By somebody else, or by a lifecycle rule: the name of the generation is gone with them."""
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        obstore.delete(tier._store, names(tier))
+        with pytest.raises(KeyError):
+            read(tier, key_of(1))
+        write(tier, key_of(2), 2)
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(2)]
+        assert read(tier, key_of(2)) == payload(2)
+
+
+def test_a_bucket_that_was_made_anew_is_used_as_before():
+    with own_server() as (server, url):
+        with opened(url) as tier:
+            write(tier, key_of(1), 1)
+            server.kill()
+            with pytest.raises(OSError, match="Connection refused"):
+                read(tier, key_of(1))
+            server.start()
+            servers.make_bucket(server.port, "bucket")
+            write(tier, key_of(2), 2)
+        with opened(url) as tier:
+            assert tier.stored_keys() == [key_of(2)]
+
+
 def test_files_of_a_killed_writer_are_removed(tmp_path):
     with opened(f"file://{tmp_path}") as tier:
         write(tier, key_of(1), 1)
@@ -319,6 +346,14 @@ def test_no_credentials(shared_server, monkeypatch):
     assert "no credentials in the environment" in message
 
 
+def test_a_reason_is_what_went_wrong_without_the_request():
+    text = "Generic S3 error: Error performing GET http://host/b/kv/0a.kv in 2.4ms, after 2 retries - HTTP error: body"
+    error = obstore.exceptions.GenericError(f"{text}\n\nDebug source:\nGeneric")
+    assert object_tier.reason(error) == "GenericError: HTTP error: body"
+    text = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms - 403 Forbidden"
+    assert "no credentials in the environment" in object_tier.reason(obstore.exceptions.GenericError(text))
+
+
 def test_https_where_there_is_none(shared_server, caplog):
     url = s3_url(shared_server, "bucket-0").replace("endpoint=http:", "endpoint=https:")
     with contextlib.suppress(ConfigError), opened(url) as tier:
@@ -335,6 +370,11 @@ def test_https_where_there_is_none(shared_server, caplog):
         ("az://container", "expected gs://"),
         ("s3://", "has no bucket"),
         ("s3://AKID:SECRET@bucket", "has a user or password before the host"),
+        ("s3://AKID:SECRET/x@bucket", "has a user or password before the host"),
+        ("s3://AKID:a#SECRET@bucket", "has a user or password before the host"),
+        ("s3://bucket?endpoint=https://AKID:SECRET@host", "endpoint has a user or password; take it out"),
+        ("gs://bucket?endpoint=https://AKID:SECRET/x@host", "endpoint has a user or password; take it out"),
+        ("file:///dev/null/\x1b[31m", r"file:///dev/null/\x1b[31m cannot be opened"),
         ("s3://bucket?secret_access_key=SECRET", "has no option 'secret_access_key'"),
         ("s3://bucket?endpont=x", "did you mean endpoint?"),
         ("s3://bucket?retries=-1", "retries='-1'; expected a number from 0 to 100"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.helpers import TINY, num_loaded, rounds, serve_rounds, tokens_of
+from tests.engine.helpers import TINY, make_request, num_loaded, random_tokens, rounds, serve_rounds, tokens_of
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
@@ -121,6 +121,24 @@ def test_a_process_that_has_started_before(plain):
     assert found["promoted"] >= 0.9 * num_stored
     assert found["failed"] == 0
     assert {name: tuple(tokens) for name, tokens in found["tokens"].items()} == others(plain, found["tokens"])
+
+
+def test_a_turn_after_one_that_was_generated_here_is_found():
+    """The chunk with the end of the first prompt and the answer is in HBM only: generated tokens are not saved."""
+    prompt = random_tokens(1, 42)
+    first = make_request("1", prompt, max_tokens=7)
+    with valkey() as (_, url):
+        with engine_above(url) as engine:
+            answer = serve_slowly(engine, [[first]])["1"].tokens
+            second = make_request("2", (*prompt, *answer, *random_tokens(2, 24)))
+            expected = serve_slowly(engine, [[second]])["2"].tokens
+        with engine_above(url) as engine:
+            assert serve_slowly(engine, [[first]])["1"].tokens == answer
+            output = serve_slowly(engine, [[second]])["2"]
+            assert output.tokens == expected
+            sources = output.stats.prompt_tokens
+            assert sources.hbm > len(prompt), "the answer is in HBM"
+            assert sources.computed <= TIGHT.block_size
 
 
 def test_a_restart_asks(plain):

@@ -398,6 +398,18 @@ def test_a_full_server_refuses_and_goes_on(caplog):
         assert read(tier, key_of(0)) == payload(5)
 
 
+def test_a_server_that_is_full_at_the_start_is_used_once_it_has_room(caplog, always_ask):
+    with servers.running(servers.valkey(maxmemory="1kb", policy="noeviction")) as server, opened(server) as tier:
+        (warning,) = caplog.messages
+        assert "stores nothing now (RequestError: OOM" in warning
+        for _ in range(2):
+            with pytest.raises(OSError, match="OOM"):
+                write(tier, key_of(1), 1)
+        servers.ask(server.port, "CONFIG", "SET", "maxmemory", "64mb")
+        write(tier, key_of(1), 1)
+        assert read(tier, key_of(1)) == payload(1)
+
+
 def test_what_the_server_evicts_is_missing(caplog):
     with servers.running(servers.valkey(maxmemory="4mb")) as server, opened(server) as tier:
         assert not caplog.text
@@ -524,6 +536,9 @@ def test_tls(server, tmp_path, caplog):
         ("valkey://host:1#x", "expected valkey://"),
         ("valkey://[::1", "is not a URL"),
         ("valkey://bob:SECRET@host:1", "has a user or password before the host"),
+        ("valkey://:x/SECRET@host:1", "has a user or password before the host"),
+        ("valkey://:x?SECRET@host:1", "has a user or password before the host"),
+        ("valkey://:x#SECRET@host:1", "has a user or password before the host"),
         ("valkey://host:1?timeout=1", "has no option 'timeout'; did you mean timeout_s?"),
         ("valkey://host:1?password=SECRET", "has no option 'password'"),
         ("valkey://host:1?timeout_s=0", "timeout_s='0'; expected a number from 0.01 to 3600"),

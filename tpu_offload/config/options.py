@@ -496,7 +496,8 @@ class OffloadConfig(pydantic.BaseModel):
         """The staging budget in blocks.
 
         Raises:
-          ConfigError: it is smaller than one chunk, so nothing could ever be saved.
+          ConfigError: it is smaller than one chunk, and not all copies are direct, so nothing could ever be saved or
+            loaded.
         """
         name: str
         value: float
@@ -510,7 +511,8 @@ class OffloadConfig(pydantic.BaseModel):
             name, value = "staging_buffer_tokens", DEFAULT_STAGING_BUFFER_TOKENS if given is None else given
             per_block = layout.block_size
         num_blocks = int(value / per_block)
-        if num_blocks < self.blocks_per_chunk and self.enabled:
+        is_used = self.enabled and {self.save_path, self.load_path} != {CopyPath.DIRECT}
+        if num_blocks < self.blocks_per_chunk and is_used:
             raise ConfigError(
                 f"{env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
                 f"{layout.block_nbytes_per_device} bytes per device); expected at least one chunk of "

@@ -114,7 +114,7 @@ class LookupPlanner:
         first, end = self._unknown(request)
         if first >= end or not self.breaker.admits(_ACCOUNT) or self._is_missing(request.keys[first]):
             return
-        wait_s = self._estimate_s(first, end)
+        wait_s = self._estimate_s(max(first, request.num_found_chunks), end)
         since_s = request.arriving_since_s
         if not wait_s or (since_s is not None and self._clock() >= since_s + wait_s):
             return
@@ -152,13 +152,18 @@ class LookupPlanner:
                 request.awaited_lookup, request.lookup_wait_s = key, wait_s
 
     def _unknown(self, request: RequestState) -> tuple[int, int]:
-        """The chunks to ask for: the first one that is not known here, and the end. Empty if it has asked for it."""
-        keys, first = request.keys, request.num_found_chunks
-        last = len(keys)
+        """The chunks to ask for: the first one that is not known here, and the end. Empty if it has asked for it.
+
+        One that is in HBM only, such as tokens that were generated here, has to be known for those after it to be read.
+        """
+        keys, last = request.keys, len(request.keys)
         if request.num_asked_chunks >= last:
             return last, last
         if request.limits.max_load_tokens is not None:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
+        if request.num_found_chunks >= last:
+            return last, last
+        first = 0 if request.use.num_in_hbm else request.num_found_chunks
         while first < last and self._is_known(keys[first]):
             first += 1
         if first == last:  # not to be looked through again in each step

@@ -111,6 +111,7 @@ class Engine:
         self._rejected: list[RequestOutput] = []
         self._num_steps = 0
         self._num_cache_losses = 0
+        self._is_closed = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,8 +122,9 @@ class Engine:
         """Queues a request. One that can never be served ends with an error in the next step.
 
         Raises:
-          RequestError: the id is in use, or `Request.check` says why.
+          RequestError: the id is in use, or `Request.check` says why, or the engine is closed.
         """
+        self._check_open("add_request")
         if not isinstance(request, Request):
             raise RequestError(f"the request is {request!r:.60}; expected a Request")
         request.check(self._vocab_size)
@@ -161,7 +163,10 @@ class Engine:
 
         Returns:
           One output for each sample that got a token or ended.
+        Raises:
+          RequestError: the engine is closed.
         """
+        self._check_open("step")
         self._num_steps += 1
         outputs, self._rejected = self._rejected, []
         batch = self._scheduler.schedule()
@@ -233,9 +238,16 @@ class Engine:
             self._offload.check_invariants()
 
     def close(self) -> None:
-        """Waits for copies in flight and frees the host tier. The engine cannot be used after it."""
-        if self._offload:
+        """Waits for copies in flight and frees the host tier. Afterwards only statistics can be read."""
+        if self._offload and not self._is_closed:
             self._offload.close()
+        self._is_closed = True
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed:
+            raise RequestError(
+                f"{call}() of an engine that is closed; expected no request after close(): make a new Engine"
+            )
 
     def _launch(self, batch: Batch) -> "_InFlight | None":
         """Dispatches swaps, loads, forward pass and saves in this order.

@@ -33,10 +33,11 @@ def lock(path: str) -> int:
         os.pwrite(fd, f"pid {os.getpid()}".encode(), 0)
     except BlockingIOError:
         user = os.pread(fd, 20, 0).decode(errors="replace").strip()
+        is_ours = any(os.path.sameopenfile(fd, other) for other in _locks)  # by another path, or of another tier
         os.close(fd)
+        by = "this process already" if is_ours else f"another process{f' ({user})' if user else ''}"
         raise ConfigError(
-            f"{ENV_PREFIX}STORAGE_OPTIONS: {path} is used by another process{f' ({user})' if user else ''}; give each "
-            "engine a directory of its own"
+            f"{ENV_PREFIX}STORAGE_OPTIONS: {path} is used by {by}; give each engine and tier a directory of its own"
         ) from None
     except BaseException:
         os.close(fd)

@@ -5,7 +5,8 @@
 An object is named `<fingerprint>/<worker>/<generation>/<key>.kv`, the key in hexadecimal. Keys are hashes, so names
 spread over the key range of a bucket. The object `<fingerprint>/<worker>/generation` names the current generation, a
 random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
-background.
+background. After a call has failed or a record was missing, an engine looks at that object again before it writes: it
+may be gone with all else, and is written again then, or `tpu-offload tier clear` has named another, which is taken up.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
@@ -53,6 +54,7 @@ GENERATION = re.compile(r"[0-9a-f]{16}")
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
+_REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -84,6 +86,7 @@ class ObjectTier(StorageTier):
         self._lock = threading.Lock()
         self._generation = new_generation()
         self._is_published = False
+        self._is_doubtful = False  # whether the store may name another one by now
         self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -101,27 +104,27 @@ class ObjectTier(StorageTier):
             self._generation, self._is_published = new_generation(), False
 
     def _adopt(self) -> bool:
+        found = self._named()
+        if found is None:
+            return False
+        self._generation = found
+        return True
+
+    def _named(self) -> str | None:
+        """The generation that the store names."""
         try:
             found = bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
         except FileNotFoundError as e:
             if "NoSuchBucket" in str(e):
                 raise
-            return False
-        if not GENERATION.fullmatch(found):
-            return False
-        self._generation = found
-        return True
+            return None
+        return found if GENERATION.fullmatch(found) else None
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
         text = str(error)
-        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED):
+        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED + _METADATA_SERVERS):
             raise self._refused(error) from None
-        if any(server in text for server in _METADATA_SERVERS):
-            raise ConfigError(
-                f"{SETTING}: {where(self._store)}: no credentials in the environment, and no metadata server "
-                f"({reason(error)})"
-            ) from None
         _logger.warning(
             "storage tier: %s does not answer (%s); it starts empty, and is used once it answers",
             where(self._store),
@@ -133,12 +136,14 @@ class ObjectTier(StorageTier):
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
+        self._check_named()
         self._publish()
         # In memory it would keep the caller's memory as the object.
         data = np.array(record) if isinstance(self._store, MemoryStore) else record
         try:
             obstore.put(self._store, self._name(key), data, use_multipart=False)
         except (BaseError, OSError) as e:
+            self._is_doubtful = True
             raise OSError(reason(e)) from e
 
     def read(self, key: bytes, record: memoryview) -> None:
@@ -153,8 +158,10 @@ class ObjectTier(StorageTier):
                 start, end = end, end + len(data)
                 np.copyto(target[start:end], data)  # without the interpreter's lock
         except FileNotFoundError as e:
+            self._is_doubtful = True
             raise KeyError(reason(e)) from e
         except (BaseError, OSError, ValueError) as e:  # ValueError: fewer or more bytes than there is room for
+            self._is_doubtful = True
             raise OSError(reason(e)) from e
         if end != len(target):
             raise OSError(f"the store sent {end} bytes of {len(target)}")
@@ -226,6 +233,19 @@ class ObjectTier(StorageTier):
             self._earlier.add(self._generation)
             self._generation = new_generation()
             self._is_published = False
+
+    def _check_named(self) -> None:
+        """Finds out whether the store still names this generation, if it may not."""
+        with self._lock:
+            if not (self._is_doubtful and self._is_published):
+                return
+            try:
+                found = self._named()
+            except (BaseError, OSError) as e:
+                raise OSError(reason(e)) from e
+            self._is_doubtful = False
+            self._is_published = found is not None
+            self._generation = found or self._generation
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
@@ -344,12 +364,13 @@ def _s3(options: UrlOptions) -> Mapping[str, Any]:
     }
     if options.boolean("anonymous", False):
         config["skip_signature"] = True
-    config |= {name: value for name in ("endpoint", "region") if (value := options.text(name))}
+    given = {"endpoint": options.url("endpoint"), "region": options.text("region")}
+    config |= {name: value for name, value in given.items() if value}
     return config
 
 
 def _gcs(options: UrlOptions) -> Mapping[str, Any]:
-    endpoint = options.text("endpoint")
+    endpoint = options.url("endpoint")
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
     if options.boolean("anonymous", False):
         config["skip_signature"] = True
@@ -360,14 +381,14 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
     path = Path(options.path)
     if options.place or not path.is_absolute() or path == Path("/"):
         raise ConfigError(
-            f"{SETTING}=file://{options.place}{options.path}; expected an absolute path, file:///mnt/cache"
+            f"{SETTING}=file://{options.place}{one_line(options.path)[1:-1]}; expected an absolute path, file:///mnt/cache"
         )
     try:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
-        raise ConfigError(f"{SETTING}=file://{options.path} cannot be opened: {reason(e)}") from None
+        raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
 
 
 def _remove_staging_files(root: Path) -> None:
@@ -406,6 +427,9 @@ def where(store: Store) -> str:
 def reason(error: BaseException) -> str:
     """What went wrong, from an error of obstore, which has the request, the answer and a debug dump in many lines."""
     text = str(error)
+    if any(server in text for server in _METADATA_SERVERS):
+        return f"{type(error).__name__}: no credentials in the environment, and no metadata server"
+    text = _REQUEST.sub("", text)
     for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
         if found := re.search(pattern, text):
             return f"{type(error).__name__}: {found[1]}"

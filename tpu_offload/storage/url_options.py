@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
@@ -13,6 +14,8 @@ from tpu_offload.values import one_line
 
 SETTING = f"{ENV_PREFIX}STORAGE_OPTIONS"
 
+_HOST = r"(?:\[[^]]*\]|[^:\[\]]*)(?::\d*)?"
+_HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -35,14 +38,14 @@ class UrlOptions:
     """
 
     def __init__(self, text: str, *, schemes: Mapping[str, object], example: str) -> None:
+        if _has_credentials(text):  # and no message must show it
+            raise ConfigError(f"{SETTING} has a user or password before the host; take it out: the setting is logged")
         expected = f"expected {', '.join(f'{scheme}://' for scheme in schemes)}, such as {example}"
         try:
             parts = urlsplit(text)
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
         except ValueError as e:
             raise ConfigError(f"{SETTING} is not a URL with options ({one_line(e)}); {expected}") from None
-        if "@" in parts.netloc:  # and the message must not show it
-            raise ConfigError(f"{SETTING} has a user or password before the host; take it out: the setting is logged")
         if parts.scheme not in schemes or parts.fragment:
             raise ConfigError(f"{SETTING}={one_line(text)}; {expected}")
         self.scheme = parts.scheme
@@ -57,6 +60,13 @@ class UrlOptions:
         """A string; empty if it is not given."""
         self._known.append(name)
         return self._given.pop(name, "")
+
+    def url(self, name: str) -> str:
+        """A URL without a user or password; empty if it is not given."""
+        value = self.text(name)
+        if _has_credentials(value):
+            raise ConfigError(f"{SETTING}: {name} has a user or password; take it out: the setting is logged")
+        return value
 
     def boolean(self, name: str, default: bool) -> bool:
         """`true` or `false`."""
@@ -97,3 +107,9 @@ class UrlOptions:
     def error(self, name: str, value: str, expected: str) -> ConfigError:
         """The error of an option's value."""
         return ConfigError(f"{SETTING}: {name}={one_line(value)}; expected {expected}")
+
+
+def _has_credentials(url: str) -> bool:
+    """Whether there is a user or password before the host, also one with a slash, `?` or `#`, which end the host."""
+    authority = re.split(r"[/?#]", url.partition("://")[2])[0]
+    return "@" in authority or ("@" in url and not _HOSTS.fullmatch(authority))

@@ -69,14 +69,15 @@ BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
 # Signs in an error of the library, which has no types for them, that the server may answer later.
 _UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
+_UNABLE = ("OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "max number of clients")  # it has answered
 
 
 @final
 class ValkeyTier(StorageTier):
     """Records on a server that several engines share.
 
-    A server that does not answer at the start is a warning: every call fails until it answers. One that refuses, by its
-    password or certificate, and a host that has no address, are errors.
+    A server that does not answer at the start, or is full, is a warning: every call fails until it can. One that
+    refuses, by its password or certificate, and a host that has no address, are errors.
 
     Args:
       spec: `options` is a URL, see the module. `num_chunks` does not matter; the server has its own bound.
@@ -123,6 +124,11 @@ class ValkeyTier(StorageTier):
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the server does not answer; raises ConfigError if it has refused."""
+        if any(sign in str(error) for sign in _UNABLE):
+            _logger.warning(
+                "storage tier: %s stores nothing now (%s); it is used once it can", self._where, reason(error)
+            )
+            return
         if not any(sign in str(error) for sign in _UNREACHABLE):
             raise ConfigError(f"{SETTING}: {self._where} cannot be used: {reason(error)}") from None
         _logger.warning(

@@ -1,6 +1,9 @@
 """Looks into the server of a `valkey` tier. A look at a record counts as a use when the server evicts."""
 
+import contextlib
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -36,15 +39,15 @@ class ValkeyInspector(StoreInspector):
 
     def _call[T](self, call: Callable[[], T]) -> T:
         try:
-            return call()
+            with _without_its_own_lines():
+                return call()
         except GlideError as e:
             raise OSError(f"{self.where}: {reason(e)}") from e
 
     def _names(self) -> Iterator[list[bytes]]:
-        try:
-            yield from scan_names(self._client, PREFIX.encode() + b"*")
-        except GlideError as e:
-            raise OSError(f"{self.where}: {reason(e)}") from e
+        batches = scan_names(self._client, PREFIX.encode() + b"*")
+        while (names := self._call(lambda: next(batches, None))) is not None:
+            yield names
 
     def scan(self) -> Iterator[Entry]:
         """See the base class. A record may come twice while the server rearranges its table."""
@@ -116,6 +119,27 @@ class ValkeyInspector(StoreInspector):
     def close(self) -> None:
         """See the base class."""
         self._client.close()
+
+
+@contextlib.contextmanager
+def _without_its_own_lines() -> Iterator[None]:
+    """Discards what valkey-glide writes to standard error, a line for each call that fails; the exception has it too.
+
+    What others write there meanwhile, such as a bar of progress, comes when the call has ended without an error.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(stderr, "wb", 0) as original, open(os.memfd_create("stderr"), "w+b", 0) as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+        kept.seek(0)
+        shutil.copyfileobj(kept, original)
 
 
 def _generation(fingerprint: bytes, worker_id: bytes, name: bytes, *, is_current: bool) -> Generation:
