@@ -51,9 +51,6 @@ class Worth:
         # For the question whether age matters: predicted rates and shares that HBM leaves, and uses that HBM did not
         # serve and chunks alive at the last estimate.
         self.rates: dict[tuple[int, int], float] = {}
-        # By either prior: what it predicted, and the evidence for the second.
-        self.by_prior: list[dict[tuple[int, int], float]] = [{}, {}]
-        self.for_mean = 0.0
         self.shares: defaultdict[tuple[int, int], float] = defaultdict(lambda: 1.0)
         self.runs: Counter[tuple[int, int]] = Counter()  # that were used since, and not in HBM
         self.hits_then: Counter[tuple[int, int]] = Counter()
@@ -75,7 +72,6 @@ class Worth:
     def learn(self, alive: list[tuple[int, int]], youngest: int, elapsed: int) -> None:
         first = group_of(max(1, youngest))
         alive_now = Counter((class_id, max(group_of(age), first)) for class_id, age in alive)
-        self.compare_priors(first, alive_now, elapsed)
         for c in range(len(self.factors)):
             self.compare(c, first, alive_now, elapsed)
         self.hits_then, self.alive_then = self.uses - self.in_hbm, alive_now
@@ -86,8 +82,8 @@ class Worth:
                 ends[c, max(group_of(age), first)] += 1
         last = max((group for _, group in ends), default=first)
         classes = range(len(self.factors))
-        weight, pooled_weight = lifetimes._PRIOR_RUNS * self.run_size, lifetimes._POOLED_RUNS * self.run_size
-        by_uses, by_mean, shares = {}, {}, {}
+        weight = lifetimes._PRIOR_RUNS * self.run_size
+        chances, shares = {}, {}
         for group in range(first, last + 1):
             reached = [
                 sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
@@ -97,14 +93,10 @@ class Worth:
             mean = (sum(map(float.__mul__, self.factors, map(float, reached))) + weight) / (sum(reached) + weight)
             for c in classes:
                 prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
-                by_uses[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
-                chance = (used[c] + pooled_weight * common) / (reached[c] + pooled_weight)
-                by_mean[c, group] = min(chance, lifetimes._MAX_HAZARD)
+                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
             common = (sum(used) - sum(in_hbm[c, group] for c in classes) + weight) / (sum(used) + weight)
             for c in classes:
                 shares[c, group] = (used[c] - in_hbm[c, group] + weight * common) / (used[c] + weight)
-        number = int(self.for_mean > constant_rates._ENOUGH)
-        chances, self.rates = (by_uses, by_mean)[number], self.by_prior[number]
         for c in classes:
             for group in range(first, last + 1):
                 self.table[c, group] = best_rate(chances, shares, c, group, first, last)
@@ -114,10 +106,9 @@ class Worth:
                 width = STARTS[known + 1] - STARTS[known]
                 self.table[c, group] = self.table[c, known] * later
                 self.shares[c, group] = shares[c, known] if group <= last else 1.0
-                for rates, some in zip(self.by_prior, (by_uses, by_mean), strict=True):
-                    rates[c, group] = (
-                        -math.log(1 - some[c, known]) / (width if known > first else STARTS[known + 1]) * later
-                    )
+                self.rates[c, group] = (
+                    -math.log(1 - chances[c, known]) / (width if known > first else STARTS[known + 1]) * later
+                )
             if self.evidence[c] > constant_rates._ENOUGH:
                 rate = self.all_uses[c] / self.all_exposure[c]
                 for group in range(NUM_GROUPS):
@@ -144,25 +135,6 @@ class Worth:
                     self.evidence[c] += used_runs[group] * math.log(mean / predicted)
         self.all_uses[c] += sum(uses.values())
         self.all_exposure[c] += total
-
-    def compare_priors(self, first: int, alive_now: Counter[tuple[int, int]], elapsed: int) -> None:
-        """The evidence that the mean of all classes is the better prior, from the classes used at each age."""
-        used_runs: Counter[tuple[int, int]] = Counter()
-        exposure: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for c in range(len(self.factors)):
-            for group in range(NUM_GROUPS):
-                used_runs[c, max(group, first)] += self.runs[c, group]
-                alive = (self.alive_then[c, group] + alive_now[c, group]) / 2
-                exposure[c, max(group, first)] += alive * elapsed * self.shares[c, group]
-        doubt = constant_rates._DOUBT
-        for (c, group), num in used_runs.items():
-            if num and exposure[c, group]:
-                predicted = []
-                for rates in self.by_prior:
-                    at_age = [(exposure[other, group], rates[other, group]) for other in range(len(self.factors))]
-                    mean = sum(chunks * rate for chunks, rate in at_age) / sum(chunks for chunks, _ in at_age)
-                    predicted.append((1 - doubt) * rates[c, group] / mean + doubt)
-                self.for_mean += num * math.log(predicted[1] / predicted[0])
 
     def of(self, class_id: int, age: int) -> float:
         return self.table[class_id, group_of(age)]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.policies.traffic import Tier, chain, conversations
 from tpu_offload.core.policies import POLICIES, constant_rates
-from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates, PooledRates
+from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 from tpu_offload.core.policies.density import DensityPolicy
 
 EXPOSURE = np.array([[4000.0, 2000.0, 1000.0, 1000.0]])  # chunks times time, in four age groups
@@ -96,35 +96,6 @@ def test_evidence_that_parts_differ_wears_off() -> None:
     before = parts._evidence
     parts.halve()
     assert parts._evidence == before / 2 > 0
-
-
-ALIKE = np.array([[0.02, 0.01], [0.02, 0.01]])  # the rates of both by the other prior
-
-
-@pytest.mark.parametrize(("actual", "pooled"), [(ALIKE, True), (APART, False)])
-def test_classes_have_the_prior_that_predicts_which_are_used(actual, pooled) -> None:
-    rates = PooledRates()
-    assert not rates.found()
-    for _ in range(20):
-        rates.observe(actual * TWO_PARTS / 4, TWO_PARTS, APART, ALIKE)
-    assert rates.found() == pooled
-    assert pooled or rates._evidence < 0
-
-
-def test_the_level_of_all_classes_is_no_evidence_for_a_prior_nor_is_an_age_that_one_class_has() -> None:
-    rates = PooledRates()
-    rates.observe(np.full((2, 2), 100.0), TWO_PARTS, APART, APART * 30)
-    rates.observe(np.full((2, 2), 100.0), TWO_PARTS * np.eye(2), APART, ALIKE)
-    rates.observe(np.full((2, 2), 100.0), np.zeros((2, 2)), APART, ALIKE)
-    assert rates._evidence == pytest.approx(0, abs=1e-9)
-
-
-def test_evidence_for_a_prior_wears_off() -> None:
-    rates = PooledRates()
-    rates.observe(ALIKE * TWO_PARTS, TWO_PARTS, APART, ALIKE)
-    before = rates._evidence
-    rates.halve()
-    assert rates._evidence == before / 2 > 0
 
 
 # --- in the policy --------------------------------------------------------------------------------

@@ -16,9 +16,6 @@ come, and chunks that HBM always has say nothing of those that it lacks.
 
 Whether the parts of a class differ is asked in the same way: given how many uses of the class there were at an age, two
 predictions say which parts they belong to, by the rates of the parts and by one rate for all.
-
-And so is asked by which prior the rates of the classes are estimated better: given how many uses there were at an age,
-the rates by either prior say which classes they belong to.
 """
 
 from typing import Any, final
@@ -91,38 +88,3 @@ class PartRates:
     def found(self) -> bool:
         """Whether the parts differ."""
         return self._evidence > _ENOUGH
-
-
-@final
-class PooledRates:
-    """The evidence that the mean of all classes is a better prior for the rates of a class than how often it is used."""
-
-    def __init__(self) -> None:
-        self._evidence = 0.0
-
-    def observe(self, runs: _Floats, exposure: _Floats, by_uses: _Floats, by_mean: _Floats) -> None:
-        """Compares the predictions for a while with what happened; as `ConstantRates.observe`.
-
-        Args:
-          runs: float64[classes, age groups].
-          exposure: the same shape.
-          by_uses: the same shape, the rates that were predicted with one prior.
-          by_mean: the same shape, with the other.
-        """
-        ratio = _relative(by_mean, exposure) / _relative(by_uses, exposure)
-        self._evidence += float((runs * np.log(np.where(exposure > 0, ratio, 1.0))).sum())
-
-    def halve(self) -> None:
-        """Halves the weight of all that was observed."""
-        self._evidence /= 2
-
-    def found(self) -> bool:
-        """Whether the mean of all classes is the better prior."""
-        return self._evidence > _ENOUGH
-
-
-def _relative(rates: _Floats, exposure: _Floats) -> _Floats:
-    """The rates of the classes at each age, relative to their mean there."""
-    mean = (exposure * rates).sum(0) / np.maximum(exposure.sum(0), 1.0)
-    relative: _Floats = (1 - _DOUBT) * rates / np.maximum(mean, 1e-300) + _DOUBT
-    return relative

@@ -19,10 +19,7 @@ which age turns out not to matter, one rate of use takes the place of the hazard
 The prior, for no or few observations: the probability of a use is the same in each age group, each of which is longer
 than the one before, and proportional to the number of uses so far. So the value falls with age, as with LRU, and grows
 with uses, as with LFU (both: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017). Beyond the oldest observed age
-it falls as one over the age. That uses tell the rate is true of documents, but not of conversations, each turn of which
-may be the last. There classes with few observations are estimated better from all others: where that has predicted the
-uses better, the prior of each class is the mean of all classes, with a larger weight (Morris, "Parametric empirical
-Bayes inference", 1983).
+it falls as one over the age.
 
 A class may have parts. Their hazard rates are those of the class times a factor (Cox, "Regression models and
 life-tables", 1972): one number for each part, so that few observations suffice.
@@ -35,7 +32,7 @@ from typing import Any, final
 
 import numpy as np
 
-from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates, PooledRates
+from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 
 type _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -47,7 +44,6 @@ _ENDS = np.append(_STARTS[1:], 2 * _STARTS[-1])
 _WIDTHS = _ENDS - _STARTS
 _PRIOR_HAZARD = 0.05  # of a use in an age group, for chunks used once
 _PRIOR_RUNS = 8.0  # weight of the prior, in observed runs of a class
-_POOLED_RUNS = 512.0  # and of the mean of all classes, where that predicts better
 _PART_RUNS = 16.0  # weight of the factor 1 for a part of a class, in expected uses of runs
 _MAX_PRIOR = 0.9
 _MAX_HAZARD = 0.999
@@ -90,12 +86,8 @@ class Lifetimes:
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
-        self._shares = np.ones_like(self._all_uses)
-        # The rates by either prior: uses, and the mean of all classes. `_rates` is that by which values are estimated.
-        self._rates_by_uses, self._rates_by_mean = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
-        self._rates = self._rates_by_uses
+        self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
         self._constant = ConstantRates(num_classes)
-        self._pooled_rates = PooledRates()
         self._parts = PartRates()
         self.learn([1], [[0.0] * num_classes])
 
@@ -154,9 +146,6 @@ class Lifetimes:
             self._constant.observe(uses, runs, exposure, rates)
             parts = slice(len(self._factors), None)
             self._parts.observe(runs[parts], exposure[parts], rates[parts])
-            classes = slice(len(self._factors))
-            by_uses, by_mean = self._rates_by_uses[classes, first:], self._rates_by_mean[classes, first:]
-            self._pooled_rates.observe(runs[classes], exposure[classes], by_uses, by_mean)
         self._all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
@@ -164,7 +153,6 @@ class Lifetimes:
                 counts /= 2
             self._constant.halve()
             self._parts.halve()
-            self._pooled_rates.halve()
         self._alive_then, self._hits_then = self._whole @ alive_now, self._all_uses - self._all_in_hbm
         ends = self._pooled @ (self._all_ends + alive_now)
         self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
@@ -179,10 +167,7 @@ class Lifetimes:
         end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing older was observed
         uses, in_hbm, ends, widths = uses[:, :end], in_hbm[:, :end], ends[:, :end], widths[:end]
         reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # censored ones count half
-        by_uses, by_mean = self._hazards(uses, reached)
-        is_pooled = self._pooled_rates.found()
-        hazard = by_mean if is_pooled else by_uses
-        self._rates = self._rates_by_mean if is_pooled else self._rates_by_uses
+        hazard = self._hazard(uses, reached)
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
@@ -193,8 +178,7 @@ class Lifetimes:
         last = first + end - 1
         for table, values in (
             (self._density, density.T),
-            (self._rates_by_uses.T, (-np.log1p(-by_uses) / widths).T),
-            (self._rates_by_mean.T, (-np.log1p(-by_mean) / widths).T),
+            (self._rates.T, (-np.log1p(-hazard) / widths).T),
             (self._shares.T, share.T),
         ):
             table[first : last + 1] = values
@@ -214,21 +198,17 @@ class Lifetimes:
         share: _Floats = 1 - (in_hbm + weight * (1 - common)) / (uses + weight)
         return share
 
-    def _hazards(self, uses: _Floats, reached: _Floats) -> tuple[_Floats, _Floats]:
-        """The probability of a use in each age group, given that it is reached; by class, for either prior."""
-        weight, pooled_weight = _PRIOR_RUNS * self._run_size, _POOLED_RUNS * self._run_size
+    def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
+        """The probability of a use in each age group, given that it is reached; by class."""
+        weight = _PRIOR_RUNS * self._run_size
         num = len(self._factors)
         part_uses, part_reached = uses[num:], reached[num:]
         uses, reached = uses[:num], reached[:num]
         common = (uses.sum(0) + weight * _PRIOR_HAZARD) / (reached.sum(0) + weight)
         mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
         prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
-        by_uses: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
-        by_mean: _Floats = np.minimum((uses + pooled_weight * common) / (reached + pooled_weight), _MAX_HAZARD)
-        return (
-            np.concatenate([by_uses, self._part_hazard(by_uses[0], part_uses, part_reached)]),
-            np.concatenate([by_mean, self._part_hazard(by_mean[0], part_uses, part_reached)]),
-        )
+        hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
+        return np.concatenate([hazard, self._part_hazard(hazard[0], part_uses, part_reached)])
 
     def _part_hazard(self, hazard: _Floats, uses: _Floats, reached: _Floats) -> _Floats:
         """The same for the parts of a class, in proportion to the hazard of the class."""
