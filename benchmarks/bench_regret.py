@@ -7,7 +7,8 @@ size; its regret is the mean over the seeds, because one seed alone says how the
 deviation of the regrets of the seeds, all against the policy that is best on the whole. Worst first.
 
 Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front (`--hbm-share`), and blocks are saved
-when they are computed; `evicted` the same, and they are saved when HBM evicts them.
+when they are computed; `evicted` the same, and they are saved when HBM evicts them. With `--storage` there is a storage
+tier below, and the hits of both tiers count.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -31,6 +32,7 @@ from tpu_offload.core.policies import POLICIES
 from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
 from tpu_offload.sim.experiment import Case, Experiment, run_all
 from tpu_offload.sim.replay import TierSetup
+from tpu_offload.sim.storage import StorageSetup
 
 SETUPS = {  # whether there is HBM in front, and when blocks are saved
     "host": (False, SaveEvent.COMPUTE),
@@ -72,19 +74,21 @@ def traces_of(args: argparse.Namespace) -> Iterator[tuple[str, int, Trace]]:
 
 
 def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, float]]:
-    """For each size and policy, the share of the prompt blocks after the learning time that hit in the host tier."""
+    """For each size and policy, the share of the prompt blocks after the learning time that hit behind HBM."""
     has_hbm, save_on = SETUPS[setup]
     num_blocks = trace.num_unique_blocks
     hbm_result = simulate_hbm(trace, max(1, int(args.hbm_share * num_blocks))) if has_hbm else no_hbm(trace)
     split = int(args.learn * len(trace.requests))
     experiment = Experiment(trace, split=split, only_second=True, hbm_result=hbm_result)
+    storage = tuple(StorageSetup(num_chunks=max(1, round(share * num_blocks))) for share in args.storage)
     cases = [
-        Case(policy, size, TierSetup(num_chunks=max(LEAST_CHUNKS, round(size * num_blocks)), save_on=save_on))
+        Case(policy, size, TierSetup(max(LEAST_CHUNKS, round(size * num_blocks)), save_on=save_on, storage=storage))
         for size in args.sizes
         for policy in POLICIES
     ]
     for i, result in run_all(experiment, cases, num_jobs=args.jobs):
-        yield cases[i].size_share, cases[i].policy, result.second.num_host_hits / max(1, result.second.num_blocks)
+        num_hits = result.second.num_host_hits + sum(result.second.num_storage_hits)
+        yield cases[i].size_share, cases[i].policy, num_hits / max(1, result.second.num_blocks)
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -123,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
     parser.add_argument("--hbm-share", type=_share, default=0.05, help="size of HBM, as a share of the blocks")
+    parser.add_argument("--storage", type=_share, nargs="+", default=[], help="sizes of storage tiers, nearest first")
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
     parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")

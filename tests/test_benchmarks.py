@@ -161,6 +161,10 @@ def test_regret(run, main, monkeypatch, tmp_path):
     (host,) = (row for row in rows if (row["kind"], row["setup"], row["size"]) == (str(trace), "host", 0.3))
     assert host["default"] == host["rates"]["lru"] > 0.9, "all of it fits in the least tier of 100 chunks"
     assert "cells with a regret over 0.002: " in out
+    one = "--kinds chat --seeds 1 --setups host --sizes 0.02 --jobs 1"
+    (alone,), (stored,) = (run("bench_regret", f"{one} {more}")[1]["results"] for more in ("", "--storage 0.9"))
+    assert stored["default"] > alone["default"], "hits in storage count"
+    assert stored["rates"]["lru"] > alone["rates"]["lru"]
 
 
 def test_stalls(run):
