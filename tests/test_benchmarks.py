@@ -332,6 +332,12 @@ def test_storage_copies(run):
     assert all(r["gib_per_s"] > 0 for r in found.values())
 
 
+def test_storage_start(run):
+    said, report = run("bench_storage_start", "--num-chunks 600 --rounds 2")
+    assert "600 slots, 1.2 GB" in said
+    assert report["results"][0]["seconds"].keys() == {"open", "list"}
+
+
 def test_lookups(run):
     pytest.importorskip("glide_sync")
     with servers.running(servers.valkey()) as server:
