@@ -514,7 +514,7 @@ def test_nothing_happens_when_a_size_is_zero() -> None:
 
 
 def test_a_staging_buffer_under_one_chunk_is_an_error_with_the_remedy() -> None:
-    config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4)
+    config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4, load_path="staged")
     with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .* at least 4"):
         OffloadScheduler(config, LAYOUT)
 

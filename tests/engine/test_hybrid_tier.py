@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "staged": (TIGHT, 6, {"save_path": "staged", "load_path": "staged"}),
     "little host memory": (TIGHT, 6, {"num_cpu_chunks": 50}),
     "two blocks a chunk": (TIGHT, 6, {"blocks_per_chunk": 2}),
+    "chunks larger than the staging buffer": (TIGHT, 6, {"blocks_per_chunk": 2, "staging_buffer_tokens": 4}),
     "no prefix cache in HBM": (dataclasses.replace(TIGHT, enable_prefix_caching=False), 6, {}),
     "preemption, async": (dataclasses.replace(CROWDED, async_scheduling=True), 30, {"save_on": "compute,preemption"}),
     "answers saved": (CROWDED, 30, {"decode_save": True}),
