@@ -314,6 +314,9 @@ def test_less_than_one_chunk_is_an_error():
 def test_direct_copies_need_no_staging_buffer():
     config = OffloadConfig.create(blocks_per_chunk=4096)
     assert config.staging_blocks(make_layout(block_size=16)) == DEFAULT_STAGING_BUFFER_TOKENS // 16
+    config = OffloadConfig.create(blocks_per_chunk=4096, staging_buffer_tokens=15)
+    with pytest.raises(ConfigError, match=r"=15 is 0 blocks .*at least one block: set it to at least 16, or to 0"):
+        config.staging_blocks(make_layout(block_size=16))
 
 
 def test_staging_gb_counts_the_bytes_of_one_device():

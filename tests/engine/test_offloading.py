@@ -74,7 +74,7 @@ def test_outputs_are_the_same_and_kv_is_loaded(plain_outputs, changes):
     engine.close()
 
 
-@pytest.mark.parametrize("changes", [{"num_staging_blocks": 1}, {"staging_buffer_tokens": 3}], ids=str)
+@pytest.mark.parametrize("changes", [{"num_staging_blocks": 1}, {"staging_buffer_tokens": 7}], ids=str)
 def test_direct_copies_of_chunks_larger_than_the_staging_buffer(plain_outputs, changes):
     offload = make_offload(**({"staging_buffer_tokens": None} | changes), blocks_per_chunk=3)
     engine = Engine(TINY, TIGHT, offload=offload)

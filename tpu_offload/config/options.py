@@ -496,8 +496,8 @@ class OffloadConfig(pydantic.BaseModel):
         """The staging budget in blocks.
 
         Raises:
-          ConfigError: it is smaller than one chunk, and not all copies are direct, so nothing could ever be saved or
-            loaded.
+          ConfigError: it is smaller than one chunk, so nothing could ever be saved or loaded. If all copies are direct,
+            which do not use the buffer, one block is enough.
         """
         name: str
         value: float
@@ -511,13 +511,14 @@ class OffloadConfig(pydantic.BaseModel):
             name, value = "staging_buffer_tokens", DEFAULT_STAGING_BUFFER_TOKENS if given is None else given
             per_block = layout.block_size
         num_blocks = int(value / per_block)
-        is_used = self.enabled and {self.save_path, self.load_path} != {CopyPath.DIRECT}
-        if num_blocks < self.blocks_per_chunk and is_used:
+        is_direct = {self.save_path, self.load_path} == {CopyPath.DIRECT}
+        least = 1 if is_direct else self.blocks_per_chunk
+        if num_blocks < least and self.enabled:
             raise ConfigError(
                 f"{env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
-                f"{layout.block_nbytes_per_device} bytes per device); expected at least one chunk of "
-                f"{self.blocks_per_chunk} block(s): set it to at least {_round_up(per_block * self.blocks_per_chunk)}, "
-                "or to 0 to turn offloading off"
+                f"{layout.block_nbytes_per_device} bytes per device); expected at least one "
+                f"{'block' if is_direct else f'chunk of {least} block(s)'}: set it to at least "
+                f"{_round_up(per_block * least)}, or to 0 to turn offloading off"
             )
         return num_blocks
 
