@@ -279,14 +279,9 @@ class OffloadWorker:
 
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
         """Dispatches the copies before the forward pass; caches that are written are replaced in the list."""
-        jobs: dict[JobKind, list[CopyJob]] = {}
-        for job in plan.jobs:
-            jobs.setdefault(job.kind, []).append(job)
-        early, outs, loads, ins = [
-            jobs.get(kind, ()) for kind in (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN)
-        ]
+        early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
         # Demotions read slots before saves and promotions of this plan, or of a later one, write them.
-        demotions = jobs.get(JobKind.DEMOTE, ())
+        demotions = plan.of(JobKind.DEMOTE)
         if self._storage is None:
             self._refuse(demotions, _NO_STORAGE)
         elif demotions:
@@ -300,7 +295,7 @@ class OffloadWorker:
             self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
         elif outs:
             self._swap.swap(outs, kv_caches)
-        lookups, promotions = jobs.get(JobKind.LOOKUP, ()), jobs.get(JobKind.PROMOTE, ())
+        lookups, promotions = plan.of(JobKind.LOOKUP), plan.of(JobKind.PROMOTE)
         if self._storage is None:
             self._refuse((*lookups, *promotions), _NO_STORAGE)
         else:
