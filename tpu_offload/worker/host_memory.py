@@ -185,8 +185,10 @@ class HostMemory:
         end = first + self.spec.segment_blocks
         if ranks is not None:
             self.lost[:, first:end][ranks, places] = lost
-        elif len(self.lost) == 1:  # nearly always, and cheaper
-            self.lost[0, first:end][places] = lost
+        elif len(self.lost) == 1 and not isinstance(places, slice):  # nearly always, and cheaper
+            flags = memoryview(self.lost[0])
+            for place in places.tolist():
+                flags[first + place] = lost
         else:
             self.lost[:, first:end][:, places] = lost
 
