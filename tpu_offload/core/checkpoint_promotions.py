@@ -222,7 +222,7 @@ def _names(tier: StoragePlanner, pieces: Sequence[NewPieceKey]) -> list[ChunkKey
 
 def _sizes(tier: StoragePlanner, pieces: Sequence[NewPieceKey]) -> tuple[int, int]:
     """Of pieces: how many records they have, and the slots of chunks that they take."""
-    return len(_names(tier, pieces)), sum(not tier.records.is_state(piece.group) for piece in pieces)
+    return len(_names(tier, pieces)), sum(tier.records.takes_chunk(piece.group) for piece in pieces)
 
 
 def _boundaries(tiers: Sequence[StoragePlanner], keys: Sequence[ChunkKey], first: int, end: int) -> Iterator[int]:

@@ -19,8 +19,9 @@ from tpu_offload.core.block_tables import read_ids, read_tokens
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.index import ChunkState, NewPiece
-from tpu_offload.core.jobs import host_blocks, label_of
+from tpu_offload.core.jobs import label_of
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.tier_groups import TierGroup
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CopyPart, Direction, JobKind
 
@@ -48,7 +49,6 @@ class CheckpointSaves:
     """Collects the checkpoints of the coming step, and plans their saves. Does nothing without windows or states."""
 
     def __init__(self, context: TierContext) -> None:
-        layout = context.layout
         self._index = context.index
         self._jobs = context.jobs
         self._staging = context.staging
@@ -56,14 +56,8 @@ class CheckpointSaves:
         self._breaker = context.breakers[Direction.SAVE]
         self._size = context.blocks_per_chunk
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
-        self._null_block = layout.null_block
-        self._window_group_ids = context.window_group_ids
-        self._num_chunks = context.window_chunks
-        self._state_group_id = context.state_group_id
-        self._first_state = context.first_state_slot
-        self._group_ids = context.checkpoint_group_ids
-        # Blocks of a piece of each: a chunk of a window, or one row.
-        self._sizes = [1 if group_id == self._state_group_id else self._size for group_id in self._group_ids]
+        self._null_block = context.layout.null_block
+        self._groups = context.checkpoint_groups
         self._tails: dict[JobKind, list[tuple[RequestState, Tail]]] = {}
 
     def __bool__(self) -> bool:
@@ -72,7 +66,7 @@ class CheckpointSaves:
     @property
     def enabled(self) -> bool:
         """Whether the layout has windows or states."""
-        return bool(self._group_ids)
+        return bool(self._groups)
 
     def clear(self) -> None:
         """Drops what was collected."""
@@ -110,22 +104,16 @@ class CheckpointSaves:
     def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> Tail | None:
         """The tail of one boundary; None if no step ended there, so that it has no state."""
         end = boundary * self._size
-        state: list[int] = []
-        if self._state_group_id is not None:
-            table = self._checked(request, scheduled, self._state_group_id, end)
-            state = read_ids(request.request_id, table, end - 1, end)
-            if state == [self._null_block]:
-                return None
         tables: list[list[int]] | None = []
-        for group_id, num_chunks in zip(self._window_group_ids, self._num_chunks, strict=True):
-            table = self._checked(request, scheduled, group_id, end)
-            blocks = read_ids(request.request_id, table, max(0, boundary - num_chunks) * self._size, end)
+        for group in self._groups:
+            table = self._checked(request, scheduled, group.group_id, end)
+            blocks = read_ids(request.request_id, table, group.first_saved(end), end)
             if self._null_block in blocks:
+                if group.exists_where_steps_end:
+                    return None
                 tables = None
             elif tables is not None:
                 tables.append(blocks)
-        if tables is not None and state:
-            tables.append(state)
         return Tail(boundary, tables, rolls)
 
     def _checked(self, request: RequestState, scheduled: ScheduledRequest, group_id: int, end: int) -> Sequence[int]:
@@ -158,7 +146,7 @@ class CheckpointSaves:
 
     def _plan(self, kind: JobKind, tails: list[tuple[RequestState, Tail]], room: int, *, deadline_s: float) -> int:
         """Plans one job for these; returns how many window chunks it saves, at most `room`."""
-        batch = _Batch(self._sizes, len(self._window_group_ids))
+        batch = _Batch(self._groups)
         try:
             for request, tail in tails:
                 saved = self._begin(request, tail, room - batch.num_chunks) if self._breaker.closed else None
@@ -173,13 +161,11 @@ class CheckpointSaves:
 
     def _plan_job(self, kind: JobKind, batch: "_Batch", *, deadline_s: float) -> None:
         parts = []
-        for group_id, size, blocks, slots in zip(self._group_ids, self._sizes, batch.blocks, batch.slots, strict=True):
+        for group, blocks, slots in zip(self._groups, batch.blocks, batch.slots, strict=True):
             if slots:
-                first = self._first_state if group_id == self._state_group_id else 0
-                places = [slot - first for slot in slots] if first else slots
-                host_ids = host_blocks(places, blocks_per_chunk=size, num_blocks=len(slots) * size)
-                parts.append(CopyPart(group_id=group_id, block_ids=tuple(blocks), host_block_ids=host_ids))
-        num_blocks = batch.num_chunks * self._size  # states are not staged
+                places = group.places(slots, num_blocks=len(blocks))
+                parts.append(CopyPart(group_id=group.group_id, block_ids=tuple(blocks), host_block_ids=places))
+        num_blocks = batch.num_chunks * self._size  # that are staged
         job = self._jobs.plan(
             kind,
             tuple(parts),
@@ -219,8 +205,7 @@ class _Batch:
     """The pieces of one save job, as they are collected.
 
     Args:
-      sizes: per group of a checkpoint, the blocks of a piece.
-      num_windows: how many of these groups are windows; they come first.
+      groups: those of a checkpoint.
 
     Attributes:
       blocks: per group, blocks of HBM.
@@ -228,23 +213,22 @@ class _Batch:
       request_ids: the requests that hold the blocks.
     """
 
-    def __init__(self, sizes: Sequence[int], num_windows: int) -> None:
-        self._sizes = sizes
-        self._num_windows = num_windows
-        self.blocks: list[list[int]] = [[] for _ in sizes]
-        self.slots: list[list[int]] = [[] for _ in sizes]
+    def __init__(self, groups: Sequence[TierGroup]) -> None:
+        self._groups = groups
+        self.blocks: list[list[int]] = [[] for _ in groups]
+        self.slots: list[list[int]] = [[] for _ in groups]
         self.request_ids: list[str] = []
 
     @property
     def num_chunks(self) -> int:
-        """Window chunks to save."""
-        return sum(map(len, self.slots[: self._num_windows]))
+        """Window chunks to save: what takes staging blocks."""
+        return sum([len(slots) for group, slots in zip(self._groups, self.slots, strict=True) if group.is_staged])
 
     def add(self, request: RequestState, tail: Tail, saved: list[NewPiece]) -> None:
         """Adds the pieces of one checkpoint."""
         assert tail.tables is not None, "a window that has been passed is not saved"
         for piece in saved:
-            table, size = tail.tables[piece.group], self._sizes[piece.group]
+            table, size = tail.tables[piece.group], self._groups[piece.group].slot_blocks
             first = len(table) - (tail.boundary - piece.number) * size
             self.blocks[piece.group] += table[first : first + size]
             self.slots[piece.group].append(piece.slot)

@@ -18,6 +18,7 @@ from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_make
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap.pool import SwapPool
+from tpu_offload.core.tier_groups import TierGroup, tier_groups
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction
@@ -46,6 +47,7 @@ class TierContext:
       backoff: chunks whose copies failed.
       costs: measured times of loads and of prefill.
       counts: the counters that components increment.
+      groups: the layer groups, those of full attention first.
       window_chunks: per window group, how many chunks cover its window.
     """
 
@@ -64,6 +66,7 @@ class TierContext:
     backoff: ChunkBackoff
     costs: LoadCosts
     counts: OffloadStats
+    groups: tuple[TierGroup, ...]
     window_chunks: tuple[int, ...]
 
     @classmethod
@@ -128,6 +131,7 @@ class TierContext:
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             costs=LoadCosts(config.effective_load_mode, clock=clock),
             counts=counts,
+            groups=tier_groups(config, layout, window_chunks),
             window_chunks=window_chunks,
         )
 
@@ -147,24 +151,14 @@ class TierContext:
         return self.num_groups - len(self.window_chunks) - self.has_states
 
     @property
-    def window_group_ids(self) -> range:
-        """Those with a sliding window, whose chunks have slots of their own."""
-        return range(self.num_full_groups, self.num_full_groups + len(self.window_chunks))
-
-    @property
     def has_states(self) -> bool:
         """Whether the host tier has states."""
         return self.config.enabled and self.layout.state_group is not None
 
     @property
-    def state_group_id(self) -> int | None:
-        """The one of states, whose rows have slots of their own; None without states."""
-        return self.num_groups - 1 if self.has_states else None
-
-    @property
-    def checkpoint_group_ids(self) -> range:
+    def checkpoint_groups(self) -> tuple[TierGroup, ...]:
         """Those that checkpoints have pieces of: windows, then states."""
-        return range(self.num_full_groups, self.num_groups)
+        return self.groups[self.num_full_groups :]
 
     @property
     def first_state_slot(self) -> int:

@@ -126,9 +126,7 @@ def check_invariants(
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
     for checkpoint in (*(load.checkpoint for load in loads), *(promise.checkpoint for _, promise in promises)):
-        assert (checkpoint is None) == (not context.checkpoint_group_ids), (
-            "a load with windows or states has a checkpoint"
-        )
+        assert (checkpoint is None) == (not context.checkpoint_groups), "a load with windows or states has a checkpoint"
         if checkpoint is not None:
             holds[checkpoint] = holds.get(checkpoint, 0) + 1
     index.checkpoints.check_holds(holds=holds, pending=piece_slots)

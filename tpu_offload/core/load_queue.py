@@ -26,7 +26,7 @@ class LoadQueue:
         self._staging = context.staging
         self._breaker = context.breakers[Direction.LOAD]
         self._timeout_s = context.config.job_timeout_s
-        self._state_group_id = context.state_group_id
+        self._num_unstaged_groups = sum([not group.is_staged for group in context.groups])
         self._max_blocks_per_step = context.config.max_load_blocks(context.layout)
         self._waiting: list[WaitingLoad] = []
 
@@ -68,8 +68,9 @@ class LoadQueue:
         kept: list[WaitingLoad] = []
         for load in self._waiting:
             if self._lacks_staging(load) and not kept:
-                num_blocks = load.num_blocks_without(self._state_group_id)  # states are not staged
-                load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
+                load.num_staging_blocks = self._staging.reserve_load(
+                    load.account, load.num_staged_blocks, next_in_line=True
+                )
             if self._lacks_staging(load):
                 kept.append(load)
             else:
@@ -82,9 +83,9 @@ class LoadQueue:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
-        num_pieces = 1 if self._state_group_id is None else 2  # a row may be a piece of its own
+        num_pieces = 1 + self._num_unstaged_groups  # the row of a state may take a step of its own
         if at_a_time := load.num_staging_blocks or self._max_blocks_per_step:
-            num_pieces += (load.num_blocks_without(self._state_group_id) - 1) // at_a_time
+            num_pieces += (load.num_staged_blocks - 1) // at_a_time
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,

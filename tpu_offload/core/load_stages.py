@@ -54,6 +54,7 @@ class WaitingLoad:
       keys: the chunks that hold them; pinned.
       slots: the chunks' slots in the host tier.
       num_valid_tokens: the request's tokens that were in HBM before it.
+      num_staged_blocks: blocks that will move through the staging buffer, where the path has one: all but states.
       num_staging_blocks: staging blocks that it holds; 0 if it needs none, or waits for some.
       checkpoint: the checkpoint that it reads; held. None without windows and states.
       waits_until_s: time after which it stops waiting for staging blocks.
@@ -71,6 +72,7 @@ class WaitingLoad:
         keys: Sequence[ChunkKey],
         slots: tuple[int, ...],
         num_valid_tokens: int,
+        num_staged_blocks: int,
         num_staging_blocks: int,
         waits_until_s: float,
         checkpoint: Checkpoint | None = None,
@@ -81,6 +83,7 @@ class WaitingLoad:
         self.keys = keys
         self.slots = slots
         self.num_valid_tokens = num_valid_tokens
+        self.num_staged_blocks = num_staged_blocks
         self.num_staging_blocks = num_staging_blocks
         self.waits_until_s = waits_until_s
         self.checkpoint = checkpoint
@@ -92,7 +95,3 @@ class WaitingLoad:
     def num_blocks(self) -> int:
         """Blocks that will move."""
         return sum([len(part.block_ids) for part in self.parts])
-
-    def num_blocks_without(self, group_id: int | None) -> int:
-        """Those that will move in all layer groups but this one."""
-        return sum([len(part.block_ids) for part in self.parts if part.group_id != group_id])

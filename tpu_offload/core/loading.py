@@ -32,11 +32,7 @@ class LoadPlanner:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_full_groups = context.num_full_groups
-        self._window_group_ids = context.window_group_ids
-        self._window_blocks = tuple(map(context.layout.window_blocks, context.layout.window_groups))
-        self._state_group_id = context.state_group_id
-        self._first_state = context.first_state_slot
-        self._has_checkpoints = bool(context.checkpoint_group_ids)
+        self._checkpoint_groups = context.checkpoint_groups
         self._null_block = context.layout.null_block
         self._config = context.config
         self._counts = context.counts
@@ -133,7 +129,7 @@ class LoadPlanner:
         request.num_found_chunks = min(end_chunk, len(request.keys))
         request.num_looked_up_tokens = num_tokens - num_computed_tokens
         checkpoint = None
-        if self._has_checkpoints:
+        if self._checkpoint_groups:
             checkpoint, end_chunk = self._last_checkpoint(
                 request, first_chunk, end_chunk, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens
             )
@@ -190,13 +186,14 @@ class LoadPlanner:
         """
         if not self._breaker.admits(request.account):
             return 0, 0
-        is_whole = self._breaker.closed or self._has_checkpoints
+        is_whole = self._breaker.closed or self._checkpoint_groups
         num_blocks = num_wanted if is_whole else min(num_wanted, self._blocks_per_chunk)
         if not self._staging.stages(Direction.LOAD):
             return num_blocks, 0
         num_staged = num_blocks * self._num_full_groups
         if checkpoint is not None:
-            num_staged += sum([min(num_wanted, most) for most in self._window_blocks])
+            staged = [group for group in self._checkpoint_groups if group.is_staged]
+            num_staged += sum([num_wanted - group.first_loaded(0, num_wanted) for group in staged])
         num_staging_blocks = self._staging.reserve_load(request.account, num_staged)
         request.awaits_staging = not num_staging_blocks
         return (num_blocks if num_staging_blocks or can_wait else 0), num_staging_blocks
@@ -314,12 +311,14 @@ class LoadPlanner:
         for group_id, table in enumerate(tables[: self._num_full_groups]):
             block_ids = read_ids(request.request_id, table, promise.first_block, end_block)
             parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
-        num_window_blocks = 0
+        num_staged = num_blocks * self._num_full_groups
         if promise.checkpoint is not None:
-            window_parts = self._window_parts(request, promise.checkpoint, tables, promise.first_block, end_block)
-            num_window_blocks = sum([len(part.block_ids) for part in window_parts])
-            parts += window_parts + self._state_parts(request, promise.checkpoint, tables, end_block)
-        num_staging_blocks = min(num_blocks * self._num_full_groups + num_window_blocks, promise.num_staging_blocks)
+            pieces, num_more = self._checkpoint_parts(
+                request, promise.checkpoint, tables, promise.first_block, end_block
+            )
+            parts += pieces
+            num_staged += num_more
+        num_staging_blocks = min(num_staged, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk = promise.first_block // self._blocks_per_chunk
         end_chunk = -(-end_block // self._blocks_per_chunk)
@@ -337,6 +336,7 @@ class LoadPlanner:
             keys=keys,
             slots=promise.slots[: len(keys)],
             num_valid_tokens=promise.first_block * self._block_size,
+            num_staged_blocks=num_staged,
             num_staging_blocks=num_staging_blocks,
             waits_until_s=waits_until_s,
             checkpoint=promise.checkpoint,
@@ -347,52 +347,34 @@ class LoadPlanner:
             load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
 
-    def _window_parts(
+    def _checkpoint_parts(
         self,
         request: RequestState,
         checkpoint: Checkpoint,
         tables: Sequence[Sequence[int]],
         load_start: int,
         end_block: int,
-    ) -> list[CopyPart]:
-        """What a load copies of its checkpoint: per window group, the blocks that are not in HBM yet.
+    ) -> tuple[list[CopyPart], int]:
+        """What a load copies of its checkpoint, per group, without what is in HBM; and how many blocks are staged.
 
         Raises:
           RequestError: a block table has no block there.
         """
-        parts, size, first_slot = [], self._blocks_per_chunk, 0
-        num_loaded, slots = end_block - load_start, checkpoint.slots
-        # A state is the last piece.
-        sizes = zip(self._window_group_ids, self._window_blocks, checkpoint.num_pieces, strict=False)
-        for group_id, most, num_chunks in sizes:
-            num_blocks = min(most, num_loaded)
-            block_ids = self._read_held(request, tables[group_id], group_id, end_block - num_blocks, end_block)
-            end_slot = first_slot + num_chunks
-            host_ids = host_blocks(
-                slots[first_slot:end_slot],
-                blocks_per_chunk=size,
-                first=num_chunks * size - num_blocks,
-                num_blocks=num_blocks,
+        parts, num_staged, first_slot = [], 0, 0
+        for group, num_pieces in zip(self._checkpoint_groups, checkpoint.num_pieces, strict=True):
+            first = group.first_loaded(load_start, end_block)
+            block_ids = self._read_held(request, tables[group.group_id], group.group_id, first, end_block)
+            end_slot = first_slot + num_pieces
+            places = group.places(
+                checkpoint.slots[first_slot:end_slot],
+                first=num_pieces * group.slot_blocks - len(block_ids),
+                num_blocks=len(block_ids),
             )
             first_slot = end_slot
             if block_ids:
-                parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
-        return parts
-
-    def _state_parts(
-        self, request: RequestState, checkpoint: Checkpoint, tables: Sequence[Sequence[int]], end_block: int
-    ) -> list[CopyPart]:
-        """What a load copies of its checkpoint's state: one row.
-
-        Raises:
-          RequestError: as `_window_parts`.
-        """
-        group_id = self._state_group_id
-        if group_id is None:
-            return []
-        row = self._read_held(request, tables[group_id], group_id, end_block - 1, end_block)
-        place = checkpoint.slots[-1] - self._first_state
-        return [CopyPart(group_id=group_id, block_ids=tuple(row), host_block_ids=(place,))]
+                parts.append(CopyPart(group_id=group.group_id, block_ids=tuple(block_ids), host_block_ids=places))
+                num_staged += len(block_ids) if group.is_staged else 0
+        return parts, num_staged
 
     def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, first: int, end: int) -> list[int]:
         """The blocks of a table from position `first` to `end - 1`.

@@ -64,7 +64,7 @@ class StorageStackPlanner:
         if self._demoting:
             context.index.on_evict(self._note_evicted)
         self._checkpoints: CheckpointPromotions | None = None
-        if self._tiers and context.checkpoint_group_ids:
+        if self._tiers and context.checkpoint_groups:
             self._checkpoints = CheckpointPromotions(context, self._tiers)
             context.index.on_checkpoints(ready=self._offer_checkpoint, evict=self._note_evicted_checkpoint)
 

@@ -61,7 +61,7 @@ class StorageWrites:
         self._own_counts = own_counts
         self._records = records
         self._jobs = jobs
-        self._has_checkpoints = bool(context.checkpoint_group_ids)
+        self._has_checkpoints = bool(context.checkpoint_groups)
         self._writes = jobs.make_breaker("cascades to")
         self._deletions = jobs.make_breaker("deletions in")
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first

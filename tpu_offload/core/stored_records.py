@@ -37,7 +37,8 @@ class StoredRecords:
         self._keys = context.keys
         self._num_windows = len(context.window_chunks)
         self._has_states = context.has_states
-        self._has_pieces = bool(context.checkpoint_group_ids)
+        self._groups = context.checkpoint_groups
+        self._has_pieces = bool(self._groups)
         self._first_state = context.first_state_slot
         self._num_parts = context.config.records_per_state(context.layout) if context.has_states else 0
         state_group = context.layout.state_group
@@ -67,11 +68,11 @@ class StoredRecords:
 
     def of_piece(self, piece: PieceKey, group: int) -> Sequence[ChunkKey]:
         """The records of a piece of a checkpoint."""
-        return (piece,) if group < self._num_windows else part_keys(piece, self._num_parts)
+        return self._groups[group].record_names(piece)
 
-    def is_state(self, group: int) -> bool:
-        """Whether pieces of this group are states."""
-        return group >= self._num_windows
+    def takes_chunk(self, group: int) -> bool:
+        """Whether pieces of this group take slots of chunks."""
+        return self._groups[group].first_slot == 0
 
     def nbytes(self, slots: Sequence[int]) -> int:
         """Bytes of what is in these slots, over all devices."""

@@ -43,8 +43,7 @@ class Transfers:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_full_groups = context.num_full_groups
-        self._state_group_id = context.state_group_id
-        self._first_state = context.first_state_slot
+        self._groups = context.groups
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still run it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -264,13 +263,7 @@ class Transfers:
 
     def _slots_of(self, job: Job) -> list[int]:
         """The slot in the host tier of each block of a job, or row."""
-        slots: list[int] = []
-        for part in job.wire.parts:
-            if part.group_id == self._state_group_id:
-                slots += [self._first_state + place for place in part.host_block_ids]
-            else:
-                slots += [block // self._blocks_per_chunk for block in part.host_block_ids]
-        return slots
+        return [slot for part in job.wire.parts for slot in self._groups[part.group_id].slots_of(part.host_block_ids)]
 
     def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Updates the backoff of a job's chunks; returns those that have failed too often."""
