@@ -1,6 +1,6 @@
 """The memory of the host tier in one process: its pools of chunks and of states, and a copier for each page group."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -14,6 +14,25 @@ from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.pool_division import HostPool, PoolDivision
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pool:
+    """What the layer groups of one pool have in common.
+
+    Attributes:
+      plan: the size of the pool.
+      slot_blocks: blocks of HBM that a slot holds.
+      is_staged: whether its copies may take staging blocks.
+      limit: of the segments of all its page groups.
+      groups: the copies of its page groups.
+    """
+
+    plan: PoolPlan
+    slot_blocks: int
+    is_staged: bool = True
+    limit: SegmentLimit = dataclasses.field(default_factory=SegmentLimit)
+    groups: list[GroupCopies] = dataclasses.field(default_factory=list)
 
 
 @final
@@ -53,87 +72,50 @@ class TierPools:
     ) -> None:
         self._wrap_copier = wrap_copier
         self.segment_chunks = pools.chunks.segment_chunks
-        self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         self.lockstep = not kv_caches[0].sharding.is_fully_addressable
-        pool_of = layout.first_with_arrays
+        # Rows of states are megabytes, and few move in a step: they need no staging buffer.
+        chunks, states = _Pool(pools.chunks, config.blocks_per_chunk), _Pool(pools.states, 1, is_staged=False)
         page_groups = [
-            (i, pages.layer_ids)
-            for i, group in enumerate(layout.groups)
-            if pool_of[i] == i
+            (group_id, states if group is layout.state_group else chunks, pages.layer_ids)
+            for group_id, group in enumerate(layout.groups)
+            if layout.first_with_arrays[group_id] == group_id
             for pages in group.page_groups
         ]
-        specs = [
-            self._make_spec(config, layout, [kv_caches[i] for i in layer_ids], pools, group_id)
-            for group_id, layer_ids in page_groups
-        ]
+        specs = [_spec(config, layout, [kv_caches[i] for i in layer_ids], pool) for _, pool, layer_ids in page_groups]
         # Before memory is allocated: it may raise.
-        of_attention = [
-            spec for spec, (group_id, _) in zip(specs, page_groups, strict=True) if group_id != self._state_group_id
-        ]
-        self.paths = _choose_paths(config, of_attention, num_groups=len(layout.groups), fused=fused)
-        chunk_limit, state_limit = SegmentLimit(), SegmentLimit()
-        make_group = functools.partial(self._make_group, config, jobs=jobs, on_fail=on_fail)
-        self.groups = [
-            make_group(
-                group_id,
-                layer_ids,
-                spec,
-                pool=self._plan_of(pools, group_id),
-                limit=state_limit if group_id == self._state_group_id else chunk_limit,
+        staged = [spec for spec, (_, pool, _) in zip(specs, page_groups, strict=True) if pool.is_staged]
+        self.paths = _choose_paths(config, staged, num_groups=len(layout.groups), fused=fused)
+        self.groups = []
+        for (group_id, pool, layer_ids), spec in zip(page_groups, specs, strict=True):
+            memory = HostMemory.allocate(spec, pool.plan, limit=pool.limit)
+            group = GroupCopies(
+                group_id=group_id,
+                store=HostStore.HOST_TIER,
+                layer_ids=layer_ids,
+                memory=memory,
+                copiers=self._make_copiers(config, pool, memory),
+                jobs=jobs,
+                lockstep=self.lockstep,
+                on_fail=on_fail,
             )
-            for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
-        ]
-        self._of_chunks = [group for group in self.groups if group.group_id != self._state_group_id]
-        self._of_states = [group for group in self.groups if group.group_id == self._state_group_id]
+            self.groups.append(group)
+            pool.groups.append(group)
+        self._of_chunks, self._of_states = chunks.groups, states.groups
         self._division: PoolDivision | None = None
         if pools.num_segments:
             self._division = PoolDivision(
-                HostPool(self._of_chunks, chunk_limit, pools.chunks.first_segments),
-                HostPool(self._of_states, state_limit, pools.states.first_segments),
+                HostPool(self._of_chunks, chunks.limit, pools.chunks.first_segments),
+                HostPool(self._of_states, states.limit, pools.states.first_segments),
                 num_segments=pools.num_segments,
             )
 
-    def _plan_of(self, pools: HostPlan, group_id: int) -> PoolPlan:
-        return pools.states if group_id == self._state_group_id else pools.chunks
-
-    def _make_spec(
-        self, config: OffloadConfig, layout: KVLayout, caches: list[Any], pools: HostPlan, group_id: int
-    ) -> TransferSpec:
-        blocks_per_chunk = 1 if group_id == self._state_group_id else config.blocks_per_chunk
-        return TransferSpec.from_caches(
-            caches,
-            segment_blocks=self._plan_of(pools, group_id).segment_chunks * blocks_per_chunk,
-            # No staged dispatch copies more blocks than the cache has, however large the budget.
-            capacity=min(config.staging_blocks(layout), caches[0].shape[0] // layout.num_ranks),
+    def _make_copiers(self, config: OffloadConfig, pool: _Pool, memory: HostMemory) -> dict[Direction, Copier]:
+        paths = self.paths if pool.is_staged else dict.fromkeys(Direction, CopyPath.DIRECT)
+        copiers = make_copiers(
+            paths, memory.spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets
         )
-
-    def _make_group(
-        self,
-        config: OffloadConfig,
-        group_id: int,
-        layer_ids: Sequence[int],
-        spec: TransferSpec,
-        *,
-        pool: PoolPlan,
-        limit: SegmentLimit,
-        jobs: WorkerJobs,
-        on_fail: Callable[[int, str], None],
-    ) -> GroupCopies:
-        memory = HostMemory.allocate(spec, pool, limit=limit)
-        # A row of states is megabytes, and few move in a step: they need no staging buffer.
-        paths = self.paths if group_id != self._state_group_id else dict.fromkeys(Direction, CopyPath.DIRECT)
-        copiers = make_copiers(paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
         wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
-        return GroupCopies(
-            group_id=group_id,
-            store=HostStore.HOST_TIER,
-            layer_ids=layer_ids,
-            memory=memory,
-            copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
-            jobs=jobs,
-            lockstep=self.lockstep,
-            on_fail=on_fail,
-        )
+        return {direction: wrapped[copier] for direction, copier in copiers.items()}
 
     def memories(self) -> list[HostMemory]:
         """Per page group of chunks, the host memory."""
@@ -205,6 +187,15 @@ class TierPools:
         for group in self.groups:
             group.flights.clear()
             group.memory.arena.close()
+
+
+def _spec(config: OffloadConfig, layout: KVLayout, caches: list[Any], pool: _Pool) -> TransferSpec:
+    return TransferSpec.from_caches(
+        caches,
+        segment_blocks=pool.plan.segment_chunks * pool.slot_blocks,
+        # No staged dispatch copies more blocks than the cache has, however large the budget.
+        capacity=min(config.staging_blocks(layout), caches[0].shape[0] // layout.num_ranks),
+    )
 
 
 def _num_ready(groups: Sequence[GroupCopies]) -> int:
