@@ -178,6 +178,8 @@ def test_regret(run, main, monkeypatch, tmp_path):
     (alone,), (stored,) = (run("bench_regret", f"{one} {more}")[1]["results"] for more in ("", "--storage 0.9"))
     assert stored["default"] > alone["default"], "hits in storage count"
     assert stored["rates"]["lru"] > alone["rates"]["lru"]
+    assert alone["host_rates"] == alone["rates"] | {DEFAULT_POLICY: alone["default"]}
+    assert all(stored["host_rates"][policy] < rate for policy, rate in stored["rates"].items())
 
 
 def test_stalls(run):
