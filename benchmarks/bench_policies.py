@@ -7,14 +7,28 @@ of an eviction; `no policy` is the difference. The ratio of `index` to LRU is wh
 
 Requests are those of a trace (`--trace`) and synthetic ones, half of which repeat a resident prompt.
 
+`--steady` asks whether cost grows with the tier: at each of these sizes each policy has a process of its own, in which
+as many chunks are saved as seven tiers have, so that all that a policy remembers of evicted chunks is full. Then the
+processes serve in turn. Memory is what the process has grown by, so the keys count; it is that of index and policy per
+chunk that fits the tier. Time is CPU time; a pause of the garbage collector is in the slice in which it comes, and how
+long one over everything takes is measured apart.
+
   python benchmarks/bench_policies.py --trace conversation_trace.jsonl --json policies.json
+  python benchmarks/bench_policies.py --policies density --num-chunks --steady 10000 100000 1000000
 """
 
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import os
 import random
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 from common import Spread, Stopwatch, count, in_turn, make_parser, write_json
 
@@ -27,13 +41,15 @@ from tpu_offload.sim import read_traces
 type Prompts = list[list[ChunkKey]]
 type Figures = dict[str, Spread]
 
+_FILLS = 7  # tiers of new chunks before `--steady` is timed: one is resident, and density tracks four
+
 
 class TimedPolicy(EvictionPolicy):
     """Adds up the seconds inside a policy's calls."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
         self.policy = policy
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(clock)
 
     @property
     def seconds(self) -> float:
@@ -65,10 +81,17 @@ class TimedPolicy(EvictionPolicy):
 
 
 class Server:
-    """An index with one policy."""
+    """An index with one policy; `clock` in seconds."""
 
-    def __init__(self, make: Callable[[], EvictionPolicy], num_chunks: int) -> None:
-        self.policy = TimedPolicy(make())
+    def __init__(
+        self,
+        make: Callable[[], EvictionPolicy],
+        num_chunks: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self.policy = TimedPolicy(make(), clock)
         self.index = ChunkIndex(self.policy)
         self.index.grow(num_chunks)
         self.num_served = 0
@@ -76,7 +99,7 @@ class Server:
     def serve(self, prompts: Prompts) -> tuple[float, float]:
         """Returns the total seconds and those inside the policy."""
         self.policy.watch.seconds.clear()
-        start = time.perf_counter()
+        start = self._clock()
         index = self.index
         for keys in prompts:
             use = Use(self.num_served)
@@ -92,7 +115,7 @@ class Server:
                 if slots:
                     index.complete([keys[i] for i in missing[: len(slots)]], slots, success=True)
             index.touch(use, keys, len(keys))
-        return time.perf_counter() - start, self.policy.seconds
+        return self._clock() - start, self.policy.seconds
 
 
 def read_trace(path: str) -> tuple[Prompts, int]:
@@ -154,6 +177,127 @@ def show(title: str, results: dict[str, Figures]) -> None:
         print(f"  {name:20}", " | ".join(cells), flush=True)
 
 
+class Slice(NamedTuple):
+    """What serving a slice took: microseconds by chunk or request, and the longest request in milliseconds."""
+
+    index_us_per_chunk: float
+    policy_us_per_chunk: float
+    evict_us_per_evicted_chunk: float
+    longest_ms: float
+
+
+class SteadyServer:
+    """A full tier; half of its requests repeat one of the newest prompts, which are half of the tier."""
+
+    def __init__(self, policy: str, num_chunks: int, prompt_chunks: int) -> None:
+        self._rng = random.Random(0)
+        self._prompt_chunks = prompt_chunks
+        self._num_prompts = 0
+        self._num_repeated = max(1, num_chunks // prompt_chunks // 2)
+        gc.collect()
+        before = _resident_bytes()
+        self._server = Server(POLICIES[policy], num_chunks, clock=time.thread_time)
+        for _ in range(-(-_FILLS * num_chunks // prompt_chunks)):
+            self._server.serve([self._new()])
+        gc.collect()  # which also untracks tuples of keys
+        self.bytes_per_chunk = (_resident_bytes() - before) / num_chunks
+        start = time.thread_time()
+        gc.collect()
+        self.gc_collect_ms = (time.thread_time() - start) * 1e3
+
+    def serve(self, num_chunks: int) -> Slice:
+        """Serves requests with so many chunks."""
+        server = self._server
+        prompts = [self._new() if i % 2 else self._repeated() for i in range(max(2, num_chunks // self._prompt_chunks))]
+        num_evicted = server.index.num_evicted
+        index_s = policy_s = evict_s = longest_s = 0.0
+        for prompt in prompts:
+            seconds, in_policy_s = server.serve([prompt])
+            index_s, policy_s, longest_s = index_s + seconds, policy_s + in_policy_s, max(longest_s, seconds)
+            evict_s += sum(server.policy.watch.seconds.get("evict", ()))
+        us = 1e6 / sum(map(len, prompts))
+        num_evicted = server.index.num_evicted - num_evicted
+        return Slice(index_s * us, policy_s * us, evict_s * 1e6 / max(1, num_evicted), longest_s * 1e3)
+
+    def _new(self) -> list[ChunkKey]:
+        self._num_prompts += 1
+        return self._keys(self._num_prompts)
+
+    def _repeated(self) -> list[ChunkKey]:
+        return self._keys(self._num_prompts - self._rng.randrange(self._num_repeated))
+
+    def _keys(self, number: int) -> list[ChunkKey]:
+        """New objects each time, as those of an engine are."""
+        data = random.Random(number).randbytes(24 * self._prompt_chunks)
+        return [ChunkKey(data[i : i + 24]) for i in range(0, len(data), 24)]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve_steadily(parent: Connection, policy: str, num_chunks: int, prompt_chunks: int) -> None:
+    """A process of `--steady`: sends its memory, then serves as many chunks as it is told each time, until none."""
+    server = SteadyServer(policy, num_chunks, prompt_chunks)
+    parent.send((server.bytes_per_chunk, server.gc_collect_ms))
+    while num := parent.recv():
+        parent.send(server.serve(num))
+
+
+@contextlib.contextmanager
+def steady_processes(
+    cases: Sequence[tuple[str, int]], prompt_chunks: int
+) -> Iterator[dict[tuple[str, int], Connection]]:
+    """Processes that are ready to serve, by policy and size; they are filled one after the other."""
+    context = multiprocessing.get_context("spawn")
+    children: dict[tuple[str, int], Connection] = {}
+    processes = []
+    try:
+        for case in cases:
+            children[case], theirs = context.Pipe()
+            process = context.Process(target=serve_steadily, args=(theirs, *case, prompt_chunks), daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()
+            children[case].poll(None)
+        yield children
+        for child in children.values():
+            child.send(0)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.terminate()
+
+
+def measure_steady(policies: Sequence[str], prompt_chunks: int, args: argparse.Namespace) -> list[dict[str, object]]:
+    """One row for each policy and size."""
+    cases = [(policy, size) for size in args.steady for policy in policies]
+    slices: dict[tuple[str, int], list[Slice]] = {case: [] for case in cases}
+    with steady_processes(cases, prompt_chunks) as children:
+        filled = {case: child.recv() for case, child in children.items()}
+        for i in range(args.slices):
+            for case in in_turn(cases, i):
+                children[case].send(-(-args.chunks_timed // args.slices))
+                slices[case].append(children[case].recv())
+    rows: list[dict[str, object]] = []
+    for case in cases:
+        policy, size = case
+        figures = {name: Spread.of(getattr(one, name) for one in slices[case]) for name in Slice._fields}
+        row = {"requests": "steady", "policy": policy, "num_chunks": size, "prompt_chunks": prompt_chunks}
+        num_bytes, gc_ms = filled[case]
+        rows.append({**row, "bytes_per_chunk": num_bytes, "gc_collect_ms": gc_ms, **figures})
+        texts = [
+            f"{policy:10} {num_bytes:.0f} bytes/chunk",
+            f"index {figures['index_us_per_chunk'].text()} us/chunk",
+            f"policy {figures['policy_us_per_chunk'].text()} us/chunk",
+            f"evict {figures['evict_us_per_evicted_chunk'].text()} us/evicted chunk",
+            f"longest request {figures['longest_ms'].max:.1f} ms",
+            f"gc.collect() {gc_ms:.0f} ms",
+        ]
+        print(f"steady, {size} chunks, prompts of {prompt_chunks}:", " | ".join(texts), flush=True)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, help="beside lru")
@@ -166,8 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="size of the tier as a share of the unique blocks",
     )
     parser.add_argument(
-        "--num-chunks", type=count, nargs="+", default=[10_000, 100_000], help="synthetic: size of the tier"
+        "--num-chunks", type=count, nargs="*", default=[10_000, 100_000], help="synthetic: sizes of the tier"
     )
+    parser.add_argument("--steady", type=count, nargs="+", default=[], help="sizes of the tier in steady state")
     parser.add_argument(
         "--prompt-chunks", type=count, nargs="+", default=[1, 20, 200], help="synthetic: chunks per prompt"
     )
@@ -199,6 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(f"synthetic, {num_chunks} chunks, prompts of {prompt_chunks}", figures)
             row = {"requests": "synthetic", "num_chunks": num_chunks, "prompt_chunks": prompt_chunks}
             results.append({**row, "policies": figures})
+    for prompt_chunks in args.prompt_chunks if args.steady else ():
+        results += measure_steady(list(dict.fromkeys(["lru", *args.policies])), prompt_chunks, args)
     write_json(args, question="cost of eviction policies compared with LRU", results=results)
     return 0
 

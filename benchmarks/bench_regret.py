@@ -8,7 +8,7 @@ deviation of the regrets of the seeds, all against the policy that is best on th
 
 Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front (`--hbm-share`), and blocks are saved
 when they are computed; `evicted` the same, and they are saved when HBM evicts them. With `--storage` there is a storage
-tier below, and the hits of both tiers count.
+tier below, and the hits of both tiers count; those of the host tier, which are the faster ones, are shown apart.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -73,8 +73,15 @@ def traces_of(args: argparse.Namespace) -> Iterator[tuple[str, int, Trace]]:
             yield kind, seed, read_kind(kind, seed)
 
 
-def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, float]]:
-    """For each size and policy, the share of the prompt blocks after the learning time that hit behind HBM."""
+class Rates(NamedTuple):
+    """Shares of the prompt blocks after the learning time that hit: in any tier behind HBM, and in the host tier."""
+
+    all: float
+    host: float
+
+
+def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, Rates]]:
+    """The rates of each size and policy."""
     has_hbm, save_on = SETUPS[setup]
     num_blocks = trace.num_unique_blocks
     hbm_result = simulate_hbm(trace, max(1, int(args.hbm_share * num_blocks))) if has_hbm else no_hbm(trace)
@@ -87,13 +94,15 @@ def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tup
         for policy in POLICIES
     ]
     for i, result in run_all(experiment, cases, num_jobs=args.jobs):
-        num_hits = result.second.num_host_hits + sum(result.second.num_storage_hits)
-        yield cases[i].size_share, cases[i].policy, num_hits / max(1, result.second.num_blocks)
+        second = result.second
+        num_hits = second.num_host_hits + sum(second.num_storage_hits)
+        rates = (num / max(1, second.num_blocks) for num in (num_hits, second.num_host_hits))
+        yield cases[i].size_share, cases[i].policy, Rates(*rates)
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each cell, the one with the largest regret first."""
-    rates: dict[Cell, dict[str, list[float]]] = {}
+    rates: dict[Cell, dict[str, list[Rates]]] = {}
     for name, seed, trace in traces_of(args):
         for setup in args.setups:
             print(f"{name}, seed {seed}, {setup}", file=sys.stderr)
@@ -103,16 +112,17 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     return sorted((_row(cell, found) for cell, found in rates.items()), key=lambda row: -row["regret"])
 
 
-def _row(cell: Cell, rates: dict[str, list[float]]) -> dict[str, Any]:
-    means = {policy: statistics.fmean(found) for policy, found in rates.items()}
+def _row(cell: Cell, rates: dict[str, list[Rates]]) -> dict[str, Any]:
+    means = {policy: statistics.fmean(rate.all for rate in found) for policy, found in rates.items()}
     default = means.pop(DEFAULT)
     best = max(means, key=lambda policy: means[policy])
-    regrets = [other - own for other, own in zip(rates[best], rates[DEFAULT], strict=True)]
+    regrets = [other.all - own.all for other, own in zip(rates[best], rates[DEFAULT], strict=True)]
     return {
         **cell._asdict(),
         "default": default,
         "best_other": best,
         "rates": means,
+        "host_rates": {policy: statistics.fmean(rate.host for rate in found) for policy, found in rates.items()},
         "regret": means[best] - default,
         "spread": statistics.stdev(regrets) if len(regrets) > 1 else None,
     }
@@ -139,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in args.trace:
         if not path.is_file():
             parser.error(f"--trace: there is no file {path}")
-    rows = compare(args)
+    rows, storage = compare(args), bool(args.storage)
     print_table(
         f"{DEFAULT}: regret in {len(rows)} cells, the worst first",
-        ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "spread"],
+        ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "spread", *(["host hits", ""] * storage)],
         [
             [
                 row["kind"],
@@ -153,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['rates'][row['best_other']]:.4f}",
                 f"{row['regret']:+.4f}",
                 "" if row["spread"] is None else f"{row['spread']:.4f}",
+                *([f"{row['host_rates'][policy]:.4f}" for policy in (DEFAULT, row["best_other"])] * storage),
             ]
             for row in rows[: args.rows]
         ],

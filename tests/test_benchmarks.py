@@ -137,6 +137,19 @@ def test_policies(run, tmp_path):
         )
 
 
+def test_policies_in_steady_state(run):
+    sweep = "--num-chunks --steady 100 200 --prompt-chunks 5 --chunks-timed 80 --slices 2"
+    out, report = run("bench_policies", f"--policies density {sweep}")
+    rows = report["results"]
+    assert [(row["num_chunks"], row["policy"]) for row in rows] == [
+        (100, "lru"), (100, "density"), (200, "lru"), (200, "density"),
+    ]  # fmt: skip
+    assert all(row["bytes_per_chunk"] >= 0 and row["gc_collect_ms"] > 0 for row in rows)
+    assert all(row["index_us_per_chunk"]["median"] > row["policy_us_per_chunk"]["median"] > 0 for row in rows)
+    assert all(row["evict_us_per_evicted_chunk"]["median"] > 0 for row in rows)
+    assert "bytes/chunk" in out
+
+
 def test_regret(run, main, monkeypatch, tmp_path):
     main("bench_regret")
     traffic = sys.modules["traffic"]
@@ -165,6 +178,8 @@ def test_regret(run, main, monkeypatch, tmp_path):
     (alone,), (stored,) = (run("bench_regret", f"{one} {more}")[1]["results"] for more in ("", "--storage 0.9"))
     assert stored["default"] > alone["default"], "hits in storage count"
     assert stored["rates"]["lru"] > alone["rates"]["lru"]
+    assert alone["host_rates"] == alone["rates"] | {DEFAULT_POLICY: alone["default"]}
+    assert all(stored["host_rates"][policy] < rate for policy, rate in stored["rates"].items())
 
 
 def test_stalls(run):

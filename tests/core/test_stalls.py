@@ -274,6 +274,22 @@ def test_the_garbage_collector_looks_at_few_references(policy) -> None:
     )
 
 
+def test_of_a_run_the_garbage_collector_visits_two_objects() -> None:
+    """With prompts of 20 chunks, of which four are tracked for each resident one, that is per chunk half an object."""
+    policy = DensityPolicy()
+    index = ChunkIndex(policy)
+    index.grow(1000)
+    for i in range(100):
+        keys = chain(i, 20)
+        index.complete(keys, index.allocate(Use(i), keys, range(20)), success=True)
+    gc.collect()
+    gc.collect()  # a tuple is untracked once those in it are
+    runs = policy._runs.runs()
+    assert len(runs) == 100
+    assert not any(gc.is_tracked(held) for run in runs for held in gc.get_referents(run.keys) if held is not RunKeys)
+    assert not any(gc.is_tracked(entry) for entries in (policy._ends, policy._tracked) for entry in entries)
+
+
 def _reachable(index):
     """All containers of an index and its policy."""
     seen, left = {}, [index]

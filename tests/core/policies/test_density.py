@@ -1,6 +1,7 @@
 """What the default policy keeps, and what it costs."""
 
 import dataclasses
+import gc
 import random
 from collections import OrderedDict
 from typing import Any
@@ -271,7 +272,8 @@ def test_chunks_saved_again_because_hbm_evicts_them_are_tracked_anew(tier) -> No
     tier.serve_all([chain(f"other {i}", 10) for i in range(20)])
     tier.save(dataclasses.replace(tier.new_use(len(prompt)), is_request=False), prompt, len(prompt))
     run = policy._runs[prompt[0]]
-    assert all(life != run.life for tracked, life in policy._tracked if tracked is run)
+    assert {life for number, life in policy._tracked if number == run.number}.isdisjoint({run.life})
+    assert policy._runs.with_life((run.number, run.life)) is run
     tier.index.check_invariants()
 
 
@@ -437,6 +439,31 @@ def test_its_memory_is_bounded(monkeypatch) -> None:
         most = max(most, *sizes)
     assert len(policy._runs) <= 200 * (1 + density._TRACKED)
     assert most < 5000
+
+
+def test_forgotten_runs_are_freed_while_an_old_one_stays(monkeypatch) -> None:
+    """Else each of twice as many runs as there are chunks in the tier would keep all of its keys."""
+    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
+    tier = Tier(DensityPolicy(), 200)
+    policy, oldest = density_of(tier), chain("oldest", 10)
+    tier.serve(oldest)
+    tier.index.pin(oldest)
+    for i in range(1000):
+        tier.serve(chain(f"other {i}", 10))
+        assert len(policy._ends) <= policy._runs.max_entries + 2, "a run is counted before others are forgotten"
+    assert tier.num_kept(oldest) == 10
+    assert len(policy._runs.runs()) <= 101
+    held: list[object] = [policy._ends, policy._tracked, policy._queues]
+    runs = {id(run) for run in policy._runs.runs()}
+    seen: set[int] = set()
+    while held:
+        one = held.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        assert not isinstance(one, Run) or id(one) in runs, "a run that is not known any more is held"
+        held += gc.get_referents(one)
+    tier.index.unpin(oldest)
 
 
 def test_the_same_requests_give_the_same_hits() -> None:

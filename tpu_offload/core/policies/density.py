@@ -54,10 +54,10 @@ class DensityPolicy(EvictionPolicy):
         self._num_resident = 0
         self._queues = RunQueues(_CLASS_USES, _POOLS, num_parts=_NUM_LENGTHS)
         self._newest_use_id = -1
-        self._tracked: deque[tuple[Run, int]] = deque()  # runs with evicted chunks, and in which lifetime
+        self._tracked: deque[tuple[int, int]] = deque()  # runs with evicted chunks: number and lifetime
         self._max_tracked = _MIN_TRACKED
-        # Runs that end with the last chunk of a prompt, and how often that chunk is used with those before it.
-        self._ends: deque[tuple[Run, int]] = deque()
+        # Runs that end with the last chunk of a prompt (number and ticket), and how often it is used with those before.
+        self._ends: deque[tuple[int, int]] = deque()
         self._end_chance = 1.0
 
     def resize(self, num_chunks: int) -> None:
@@ -81,12 +81,11 @@ class DensityPolicy(EvictionPolicy):
         self._queues.place(run)
         if run.num_uses == 1:
             run.at_end = True
-            ends = self._ends
-            ends.append((run, run.ticket))
-            while ends[0][0].ticket != ends[0][1]:
-                ends.popleft()
-            if len(ends) > 2 * self._num_resident + 64:  # stale entries in the middle
-                self._ends = deque((run, ticket) for run, ticket in ends if run.ticket == ticket)
+            self._ends.append((run.number, run.ticket))
+            while self._runs.with_ticket(self._ends[0]) is None:
+                self._ends.popleft()
+            if len(self._ends) > self._runs.max_entries:  # stale ones in the middle
+                self._ends = deque(entry for entry in self._ends if self._runs.with_ticket(entry))
         self._forget_oldest()
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
@@ -318,24 +317,22 @@ class DensityPolicy(EvictionPolicy):
         if run.num_resident:
             self._queues.place(run)
         if run.num_resident < len(run.keys):
-            self._tracked.append((run, run.life))
-            if len(self._tracked) > 2 * self._num_known + 64:
-                self._tracked = deque((run, life) for run, life in self._tracked if run.life == life)
+            self._tracked.append((run.number, run.life))
 
     def _forget_oldest(self) -> None:
         """Stops tracking the chunks evicted longest ago while too many are tracked."""
         while self._num_known - self._num_resident > self._max_tracked:
-            run, life = self._tracked.popleft()
-            if run.life != life or run.num_resident >= len(run.keys):
+            run = self._runs.with_life(self._tracked.popleft())
+            if run is None or run.num_resident >= len(run.keys):
                 continue  # it was used again: it is tracked since later, or resident
-            if self._runs.get(run.keys[run.num_resident]) is not run:
-                continue
             keys = run.keys.split(run.num_resident) if run.num_resident else run.keys
             self._queues.end(run, len(keys), used=False)
             self._runs.drop_all(keys)
             self._num_known -= len(keys)
             if not run.num_resident:
                 self._runs.remove(run)
+        if len(self._tracked) > self._runs.max_entries:  # stale ones in the middle
+            self._tracked = deque(dict.fromkeys(entry for entry in self._tracked if self._runs.with_life(entry)))
 
     def _advance(self, use: Use, num_chunks: int) -> None:
         self._newest_use_id = max(self._newest_use_id, use.use_id)
@@ -356,16 +353,11 @@ class DensityPolicy(EvictionPolicy):
         """Evicts last chunks of prompts, but not of the newest; returns how many. They are not tracked."""
         num_evicted = 0
         while self._ends and num_evicted < num_chunks:
-            run, ticket = self._ends[0]
-            if run.ticket == ticket and run.use_id == self._newest_use_id:
+            run = self._runs.with_ticket(self._ends[0])
+            if run is not None and run.use_id == self._newest_use_id:
                 break
             self._ends.popleft()
-            if (
-                run.ticket == ticket
-                and _is_open(run)
-                and len(run.keys) > 1
-                and residents.evict_tail(run.keys[-1], 1)[0]
-            ):
+            if run is not None and _is_open(run) and len(run.keys) > 1 and residents.evict_tail(run.keys[-1], 1)[0]:
                 num_evicted += 1
                 run.end = run.keys.pop()
                 run.num_resident -= 1
@@ -395,7 +387,7 @@ class DensityPolicy(EvictionPolicy):
             num_chunks -= num_evicted
             self._num_resident -= num_evicted
             if num_evicted and num_resident == num_keys:
-                self._tracked.append((run, run.life))
+                self._tracked.append((run.number, run.life))
             run.num_resident -= num_evicted
             if run.num_resident and not num_chunks:
                 break

@@ -1,7 +1,8 @@
 """The keys of runs, and the run of each key, in containers that the garbage collector does not traverse.
 
 Each of its passes visits every reference in lists and in dicts of objects: at a million keys that stops the engine for
-100 ms. It does not visit tuples of keys, nor dicts from keys to ints.
+100 ms. It does not visit tuples of keys, nor tuples of those, nor dicts from keys to ints. Of a run it visits the run
+and its `RunKeys`; of queue entries with numbers of runs, nothing.
 """
 
 import itertools
@@ -26,11 +27,11 @@ class RunKeys:
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
         self._end = len(keys)
-        self._pieces: list[tuple[ChunkKey, ...]] = [tuple(keys)]
-        self._starts = [0]  # where each piece begins; only differences are meaningful
+        self._pieces: tuple[tuple[ChunkKey, ...], ...] = (tuple(keys),)
+        self._starts: tuple[int, ...] = (0,)  # where each piece begins; only differences are meaningful
         if not 0 < self._end <= _PIECE:
-            self._starts = list(range(0, self._end, _PIECE))
-            self._pieces = [tuple(keys[i : i + _PIECE]) for i in self._starts]
+            self._starts = tuple(range(0, self._end, _PIECE))
+            self._pieces = tuple(tuple(keys[i : i + _PIECE]) for i in self._starts)
 
     def __len__(self) -> int:
         return self._end - self._starts[0] if self._starts else 0
@@ -56,85 +57,91 @@ class RunKeys:
         raise ValueError("no such key")
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Adds keys at the end."""
-        for i in range(0, len(keys), _PIECE):
-            self._append(tuple(keys[i : i + _PIECE]))
+        """Adds keys at the end. O(pieces)."""
+        self._append([tuple(keys[i : i + _PIECE]) for i in range(0, len(keys), _PIECE)])
 
     def append_all(self, others: "RunKeys") -> None:
         """Adds the keys of `others` at the end. O(pieces)."""
-        for piece in others._pieces:
-            self._append(piece)
+        self._append(others._pieces)
 
     def prepend_all(self, others: "RunKeys") -> None:
         """Adds the keys of `others` at the head. O(pieces)."""
+        start = self._starts[0] if self._starts else self._end
+        before: list[tuple[ChunkKey, ...]] = []  # last first
+        starts: list[int] = []
+        pieces, first = self._pieces, self._starts
         for piece in reversed(others._pieces):
-            if self._pieces and len(self._pieces[0]) + len(piece) <= _PIECE:
-                self._pieces[0] = piece + self._pieces[0]
-                self._starts[0] -= len(piece)
+            start -= len(piece)
+            if not before and pieces and len(pieces[0]) + len(piece) <= _PIECE:
+                pieces, first = (piece + pieces[0], *pieces[1:]), (start, *first[1:])
+            elif before and len(before[-1]) + len(piece) <= _PIECE:
+                before[-1], starts[-1] = piece + before[-1], start
             else:
-                start = self._starts[0] if self._starts else self._end
-                self._pieces.insert(0, piece)
-                self._starts.insert(0, start - len(piece))
+                before.append(piece)
+                starts.append(start)
+        self._pieces, self._starts = (*reversed(before), *pieces), (*reversed(starts), *first)
 
     def pop(self) -> ChunkKey:
-        """Removes and returns the last key."""
-        piece = self._pieces.pop()
+        """Removes and returns the last key. O(pieces)."""
+        *pieces, piece = self._pieces
         self._end -= 1
         if len(piece) > 1:
-            self._pieces.append(piece[:-1])
+            self._pieces = (*pieces, piece[:-1])
         else:
-            self._starts.pop()
+            self._pieces, self._starts = tuple(pieces), self._starts[:-1]
         return piece[-1]
 
     def pop_head(self) -> None:
-        """Removes the first key."""
-        piece = self._pieces[0]
+        """Removes the first key. O(pieces)."""
+        piece, *pieces = self._pieces
         if len(piece) > 1:
-            self._pieces[0] = piece[1:]
-            self._starts[0] += 1
+            self._pieces, self._starts = (piece[1:], *pieces), (self._starts[0] + 1, *self._starts[1:])
         else:
-            del self._pieces[0], self._starts[0]
+            self._pieces, self._starts = tuple(pieces), self._starts[1:]
 
     def split(self, num_keys: int) -> "RunKeys":
-        """Removes all but the first `num_keys` keys and returns them. O(pieces of those)."""
+        """Removes all but the first `num_keys` keys and returns them. O(pieces)."""
         rest = RunKeys()
         if num_keys >= len(self):
             return rest
-        place = self._starts[0] + num_keys
-        p = bisect_right(self._starts, place) - 1
-        inside = place - self._starts[p]
+        p, inside = self._piece_of(num_keys)
         pieces = self._pieces[p:]
-        del self._pieces[p:], self._starts[p:]
-        self._end = place - inside
+        self._end = self._starts[p]
+        self._pieces, self._starts = self._pieces[:p], self._starts[:p]
         if inside:
-            self._append(pieces[0][:inside])
-            pieces[0] = pieces[0][inside:]
-        for piece in pieces:
-            rest._append(piece)
+            self._append((pieces[0][:inside],))
+            pieces = (pieces[0][inside:], *pieces[1:])
+        rest._append(pieces)
         return rest
 
     def split_head(self, num_keys: int) -> "RunKeys":
         """Removes the first `num_keys` keys, fewer than all, and returns them. O(pieces)."""
         head = RunKeys()
-        place = self._starts[0] + num_keys
-        p = bisect_right(self._starts, place) - 1
-        for piece in self._pieces[:p]:
-            head._append(piece)
-        inside = place - self._starts[p]
+        p, inside = self._piece_of(num_keys)
+        pieces, starts = self._pieces[p:], self._starts[p:]
+        head._append(self._pieces[:p])
         if inside:
-            head._append(self._pieces[p][:inside])
-            self._pieces[p] = self._pieces[p][inside:]
-            self._starts[p] = place
-        del self._pieces[:p], self._starts[:p]
+            head._append((pieces[0][:inside],))
+            pieces, starts = (pieces[0][inside:], *pieces[1:]), (starts[0] + inside, *starts[1:])
+        self._pieces, self._starts = pieces, starts
         return head
 
-    def _append(self, piece: tuple[ChunkKey, ...]) -> None:
-        if self._pieces and len(self._pieces[-1]) + len(piece) <= _PIECE:
-            self._pieces[-1] += piece
-        else:
-            self._pieces.append(piece)
-            self._starts.append(self._end)
-        self._end += len(piece)
+    def _piece_of(self, number: int) -> tuple[int, int]:
+        """In which piece the key with this index is, and where in it."""
+        place = self._starts[0] + number
+        p = bisect_right(self._starts, place) - 1
+        return p, place - self._starts[p]
+
+    def _append(self, more: Iterable[tuple[ChunkKey, ...]]) -> None:
+        pieces, starts, end = list(self._pieces), list(self._starts), self._end
+        for piece in more:
+            if pieces and len(pieces[-1]) + len(piece) <= _PIECE:
+                pieces[-1] += piece
+            else:
+                pieces.append(piece)
+                starts.append(end)
+            end += len(piece)
+        self._pieces, self._starts, self._end = tuple(pieces), tuple(starts), end
 
 
 @final
@@ -165,6 +172,21 @@ class RunTable:
         """The run of a key, None if it has none."""
         number = self._numbers.get(key)
         return None if number is None else self._runs[number]
+
+    def with_ticket(self, entry: tuple[int, int]) -> "Run | None":
+        """The run with this number and ticket; None if it was removed or has another ticket by now."""
+        run = self._runs.get(entry[0])
+        return run if run is not None and run.ticket == entry[1] else None
+
+    def with_life(self, entry: tuple[int, int]) -> "Run | None":
+        """The run with this number and lifetime; None if it was removed or has another lifetime by now."""
+        run = self._runs.get(entry[0])
+        return run if run is not None and run.life == entry[1] else None
+
+    @property
+    def max_entries(self) -> int:
+        """So many entries may a queue of runs have before the stale ones are removed. O(1)."""
+        return 2 * len(self._runs) + 64
 
     def next_known(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """The index of the first of `keys[first:end]` that has a run; `end` if none has."""
