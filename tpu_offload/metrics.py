@@ -134,8 +134,9 @@ class OffloadStats:
     )
     num_dropped_checkpoints: int = _counter(
         "checkpoints",
-        "Checkpoints (the sliding-window blocks at a boundary) that were not saved: no room for them or for the chunks "
-        "before them, or saves suspended. The engine frees these blocks in the next step, so there is no second try.",
+        "Checkpoints (the sliding-window blocks or the state at a boundary) that were not saved: no room for them or "
+        "for the chunks before them, or saves suspended. They are gone from HBM in the next step, so they are not "
+        "saved later.",
         family="dropped_checkpoints",
     )
     dropped_save_blocks: int = _counter(

@@ -176,8 +176,9 @@ class SchedulerSide:
 
         Returns:
           The tokens past `num_computed_tokens` that are in the host tier, and whether they are loaded asynchronously.
-          None instead of a number: ask again in the next step, because the next chunk is being saved, or the staging
-          buffer has no room for the load.
+          None instead of a number: ask again in the next step. The answer of the library is ARRIVING (`MatchState`),
+          the request is to be queued behind others, the blocks that it asks for are being loaded for another request,
+          or the workers have not reported yet what their storage tiers have.
         """
         request_id = request.request_id
         if self._deactivate(request_id) and self._offload is not None:
