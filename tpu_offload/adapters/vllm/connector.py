@@ -165,7 +165,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMessages:
         """See the base class."""
-        return PlanMessages([self.scheduler_side.plan(scheduler_output)])
+        return PlanMessages(requests_meta=[self.scheduler_side.plan(scheduler_output)])
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See the base class."""

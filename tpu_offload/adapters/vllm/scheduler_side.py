@@ -291,8 +291,8 @@ class SchedulerSide:
                     self._stop_saving(request_id)
                 self._offers.remove(request_id)
         message = PlanMessage(
-            StepPlan(step_id=0),
-            idle,
+            plan=StepPlan(step_id=0),
+            idle=idle,
             invalid_block_ids=self._rollback.begin_step(),
             tainted=self._tainted.request_ids,
             finished_req_ids=frozenset(output.finished_req_ids),

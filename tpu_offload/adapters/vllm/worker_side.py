@@ -77,7 +77,7 @@ class WorkerSide:
         self._structure = jax.tree.structure(())  # of the runner's caches
         self._tokens: RunnerTokens | None = None
         self._stage: StageOutputs | None = None  # only of a pipeline stage
-        self._message = PlanMessage(StepPlan(step_id=0), idle=False)
+        self._message = PlanMessage(plan=StepPlan(step_id=0), idle=False)
         self._plan = StepPlan(step_id=0)
         self._idle = False
         # Loads in flight that have not been reported to vLLM, and those that have been, whose result is outstanding.
@@ -275,14 +275,14 @@ class WorkerSide:
         if self._ranks is not None:
             of_ranks = self._ranks.split(reports)
         return ReportMessages(
-            {
+            of_schedulers={
                 scheduler_id: ReportMessage(
-                    own,
-                    layouts,
-                    tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
-                    needs_reset,
-                    computed,
-                    timed_step_id,
+                    reports=own,
+                    layouts=layouts,
+                    tainted=tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
+                    needs_reset=needs_reset,
+                    computed_on_invalid=computed,
+                    timed_step_id=timed_step_id,
                 )
                 for rank, (scheduler_id, own) in enumerate(zip(self._scheduler_ids, of_ranks, strict=True))
             }
