@@ -357,7 +357,7 @@ class WorkerSetup:
       storage_chunks: capacity of each storage tier, nearest first, as in the settings; empty without one.
       stored_keys: by tier, the chunks that it had on this worker when that started, oldest first; of a shared one none.
         With data-parallel ranks those of all tiers of the first rank, then of the next; each rank gets its own. None of
-        a rank of which this process has no device: whatever the others have is complete without it.
+        a rank of which this process has no device: then the lists of the other workers decide.
       shares_storage: by tier, whether other engines use it, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """

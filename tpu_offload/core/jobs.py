@@ -152,7 +152,7 @@ class Job:
         self.error = self.error or why
 
     def make_void(self, why: str) -> None:
-        """The cache was reset: all of it fails, and nobody is to blame."""
+        """The cache was reset: all of it fails, and does not count as a failed copy."""
         self.is_void = True
         self.mark_failed(why)
 

@@ -82,7 +82,7 @@ class LoadQueue:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
-        num_pieces = 1 if self._state_group_id is None else 2  # a row may be a piece of its own
+        num_pieces = 1 if self._state_group_id is None else 2  # a row may need a step of its own
         if at_a_time := load.num_staging_blocks or self._max_blocks_per_step:
             num_pieces += (load.num_blocks_without(self._state_group_id) - 1) // at_a_time
         job = self._jobs.plan(

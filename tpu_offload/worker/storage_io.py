@@ -169,7 +169,7 @@ class StorageCopies:
         have_ended = [threads.join(until_s) for threads in self._threads()]
         if not all(have_ended):
             _logger.error(
-                "storage tier %s hangs: closed without waiting for its I/O threads; it was not closed itself",
+                "storage tier %s does not respond: its I/O threads were abandoned, and the tier was left open",
                 self._label,
             )
             return

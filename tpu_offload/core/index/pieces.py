@@ -2,7 +2,7 @@
 
 Checkpoints of near boundaries share window chunks. So pieces may cover a boundary for which no checkpoint was saved: a
 prompt shorter than the window can continue at each of its boundaries, not only at its last one. Lookups find those,
-too, so they find exactly what a reader of the tier's events does who knows which pieces are there, and nothing else.
+too, so they agree with a router that follows the tier's events.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
