@@ -297,7 +297,7 @@ def _problem_of_distant_stages() -> str:
     if envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         return (
             "tpu-inference 0.32 does not tell a stage on which host the one before it is, so it waits for activations "
-            "for ever, with or without a connector"
+            "forever, with or without a connector"
         )
     return (
         "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 only the output of the last stage reaches the engine, so what the "

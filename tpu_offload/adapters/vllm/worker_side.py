@@ -87,7 +87,7 @@ class WorkerSide:
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._invalid_block_ids: set[int] = set()
-        self._has_groups = False  # several KV cache groups: vLLM cannot compute requests anew in new caches
+        self._has_groups = False  # several KV cache groups: vLLM cannot compute requests again in new caches
         # vLLM takes failed loads by request, not by block: ids of blocks are not unique among groups or ranks.
         self._fails_by_request = False
         self._ranks: RankMessages | None = None  # None with one rank
@@ -355,7 +355,7 @@ class WorkerSide:
             if self._has_groups:
                 raise CachesLostError(
                     f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests "
-                    "anew in new caches: restart the engine"
+                    "again in new caches: restart the engine"
                 ) from e
             _logger.error("tpu_offload: %s. New caches are made, and all blocks are reported to vLLM as invalid", e)
             runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
@@ -411,7 +411,7 @@ class WorkerSide:
         if self._has_groups:
             raise CachesLostError(
                 f"tpu_offload: the load of request {job.request_id!r:.100} failed after it was used: {error}. The "
-                "model has several KV cache groups, for which vLLM cannot compute requests anew: restart the engine"
+                "model has several KV cache groups, for which vLLM cannot compute requests again: restart the engine"
             )
         _logger.error(
             "tpu_offload: the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "
