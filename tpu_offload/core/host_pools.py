@@ -172,7 +172,7 @@ class SegmentMoves:
         return report.division_id == self._id
 
     def reconsider(self) -> None:
-        """What the workers have has changed: the next plan considers a move, whatever else is as before."""
+        """What the workers have has changed: the next plan considers a move, even if nothing else has."""
         self._seen = None
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:

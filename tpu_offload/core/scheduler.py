@@ -348,7 +348,7 @@ class OffloadScheduler:
             request.can_save = former is None or former.can_save
 
     def finish(self, request_id: Given[str]) -> None:
-        """A request ended, in whatever state, swapped out included. Unknown requests are fine."""
+        """A request ended, in any state, swapped out included. Unknown requests are fine."""
         check_request(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self._loads.count_lookup(request)

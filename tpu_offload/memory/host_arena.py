@@ -50,7 +50,7 @@ def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> t
 
 
 def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
-    """Splits the pool on hosts that run the same programs: equal segments everywhere, whatever memory a host has.
+    """Splits the pool on hosts that run the same programs: equal segments on all hosts, even if one has less memory.
 
     The segment size is that of the full pool; a host with less memory has fewer segments.
 

@@ -442,7 +442,7 @@ class ChunkIndex:
         return invalidated
 
     def clear(self) -> None:
-        """Invalidates every READY chunk. O(chunks that pins cover or that are not READY), whatever else is resident.
+        """Invalidates every READY chunk. O(chunks that pins cover or that are not READY), however many are resident.
 
         All slots but those of these chunks are free at once, and low ones are handed out first again.
         """

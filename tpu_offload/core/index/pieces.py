@@ -150,7 +150,7 @@ class PieceTable:
         current = (name for name, slot in named if self._slot_of.get(name) == slot)  # else another slot has it, or none
         if success:
             self._note(current, found=True)
-        else:  # nothing finds them from now on, whatever still needs their slots
+        else:  # nothing finds them from now on, even if their slots are still needed
             for name in current:
                 del self._slot_of[name]
 
