@@ -410,13 +410,8 @@ def _describe_group(
             f"pages of the shapes {[list(shape) for shape, _ in layers_of]} are split over {sorted(shards)} devices; "
             "expected one number: shard all KV caches of a layer group over the same axes of the mesh"
         )
-    group = LayerGroup(
-        kind=kind,
-        page_groups=tuple(
-            PageGroup(layer_ids=tuple(ids), page_shape=shape, dtype=dtype) for (shape, dtype), ids in layers_of.items()
-        ),
-        window=window,
-    )
+    made = [PageGroup(layer_ids=tuple(ids), page_shape=shape, dtype=name) for (shape, name), ids in layers_of.items()]
+    group = LayerGroup(kind=kind, page_groups=tuple(made), window=window)
     num_ranks = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
     return group, num_ranks, shards.pop(), len(first.sharding.addressable_devices)
 
