@@ -166,7 +166,9 @@ class Bench:
         for i in range(num_running):
             prompt = tuple(self.rng.randrange(1000) for _ in range(2 * BLOCK_SIZE))
             self.num_requests += 1
-            request = Request(f"idle{self.num_requests}", prompt, SamplingParams(max_tokens=100_000))
+            request = Request(
+                request_id=f"idle{self.num_requests}", prompt_tokens=prompt, sampling=SamplingParams(max_tokens=100_000)
+            )
             sequence = Sequence(request, 0.0, [*prompt, *range(10_000)], phase=Phase.RUNNING)
             sequence.block_tables = [[2 * i % self.args.cache_blocks, (2 * i + 1) % self.args.cache_blocks]]
             sequence.block_hashes = [BlockHash(self.rng.randbytes(16)) for _ in range(2)]

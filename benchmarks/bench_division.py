@@ -36,10 +36,16 @@ KV_NBYTES = 15_728_640  # of a block
 STATE_BLOCKS = 12  # a state takes as much as the KV of so many blocks
 GB = 2**30
 LAYOUT = KVLayout(
-    BLOCK_SIZE,
-    (
-        LayerGroup(LayerGroupKind.FULL_ATTENTION, (PageGroup((0,), (KV_NBYTES,), "int8"),)),
-        LayerGroup(LayerGroupKind.STATE, (PageGroup((1,), (KV_NBYTES * STATE_BLOCKS,), "int8"),)),
+    block_size=BLOCK_SIZE,
+    groups=(
+        LayerGroup(
+            kind=LayerGroupKind.FULL_ATTENTION,
+            page_groups=(PageGroup(layer_ids=(0,), page_shape=(KV_NBYTES,), dtype="int8"),),
+        ),
+        LayerGroup(
+            kind=LayerGroupKind.STATE,
+            page_groups=(PageGroup(layer_ids=(1,), page_shape=(KV_NBYTES * STATE_BLOCKS,), dtype="int8"),),
+        ),
     ),
     null_block=0,
 )

@@ -51,14 +51,19 @@ class Case:
     has_state: bool = False
 
     def layout(self) -> KVLayout:
-        pages = (PageGroup((0,), (BLOCK_SIZE, 2, 2, 8), "bfloat16"),)
-        groups = [LayerGroup(LayerGroupKind.FULL_ATTENTION, pages)]
+        pages = (PageGroup(layer_ids=(0,), page_shape=(BLOCK_SIZE, 2, 2, 8), dtype="bfloat16"),)
+        groups = [LayerGroup(kind=LayerGroupKind.FULL_ATTENTION, page_groups=pages)]
         windows = [num_blocks * BLOCK_SIZE + 1 for num_blocks in self.window_blocks]
-        groups += [LayerGroup(LayerGroupKind.SLIDING_WINDOW, pages, window) for window in windows]
+        groups += [
+            LayerGroup(kind=LayerGroupKind.SLIDING_WINDOW, page_groups=pages, window=window) for window in windows
+        ]
         if self.has_state:
-            rows = PageGroup((1,), (3, 64), "bfloat16"), PageGroup((2,), (2, 16, 16), "float32")
-            groups.append(LayerGroup(LayerGroupKind.STATE, rows))
-        return KVLayout(BLOCK_SIZE, tuple(groups), null_block=NULL if len(groups) > 1 else None)
+            rows = (
+                PageGroup(layer_ids=(1,), page_shape=(3, 64), dtype="bfloat16"),
+                PageGroup(layer_ids=(2,), page_shape=(2, 16, 16), dtype="float32"),
+            )
+            groups.append(LayerGroup(kind=LayerGroupKind.STATE, page_groups=rows))
+        return KVLayout(block_size=BLOCK_SIZE, groups=tuple(groups), null_block=NULL if len(groups) > 1 else None)
 
 
 CASES = (

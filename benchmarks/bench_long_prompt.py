@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 
 
 def serve(engine: Engine, name: str, prompt: tuple[int, ...]) -> RequestOutput:
-    engine.add_request(Request(name, prompt, SamplingParams(1)))
+    engine.add_request(Request(request_id=name, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=1)))
     outputs: list[RequestOutput] = []
     while engine.has_unfinished:
         outputs += [output for output in engine.step() if output.stats]

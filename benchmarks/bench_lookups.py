@@ -33,7 +33,8 @@ from tpu_offload.types import JobKind
 
 BLOCK_SIZE, RECORD_NBYTES = 16, 8192
 LAYOUT = KVLayout(
-    BLOCK_SIZE, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (BLOCK_SIZE, 2, 2, 8), "bfloat16"),)
+    block_size=BLOCK_SIZE,
+    groups=(LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (BLOCK_SIZE, 2, 2, 8), "bfloat16"),),
 )
 
 

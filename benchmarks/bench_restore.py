@@ -84,7 +84,13 @@ class Server:
     def _serve(self, num_tokens: int) -> tuple[Any, RequestOutput]:
         engine = self._engine
         self._num_served += 1
-        engine.add_request(Request(f"r{self._num_served}", self._prompts[num_tokens], SamplingParams(1)))
+        engine.add_request(
+            Request(
+                request_id=f"r{self._num_served}",
+                prompt_tokens=self._prompts[num_tokens],
+                sampling=SamplingParams(max_tokens=1),
+            )
+        )
         outputs: list[RequestOutput] = []
         while engine.has_unfinished:
             outputs += engine.step()

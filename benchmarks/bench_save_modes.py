@@ -52,9 +52,9 @@ def make_requests(args: argparse.Namespace) -> list[Request]:
     once = rng.random(args.num_requests) < args.one_off
     return [
         Request(
-            str(i),
-            (tokens(args.document_tokens) if new else documents[number]) + tokens(QUESTION),
-            SamplingParams(ANSWER),
+            request_id=str(i),
+            prompt_tokens=(tokens(args.document_tokens) if new else documents[number]) + tokens(QUESTION),
+            sampling=SamplingParams(max_tokens=ANSWER),
         )
         for i, (number, new) in enumerate(zip(numbers, once, strict=True))
     ]

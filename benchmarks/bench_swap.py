@@ -36,7 +36,7 @@ from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
 
-GREEDY = SamplingParams(1)
+GREEDY = SamplingParams(max_tokens=1)
 
 
 class Bench:

@@ -66,18 +66,20 @@ class Shape:
         """The layer groups as vLLM has them: window groups share the arrays of the full one, or are as long."""
         arrays = self.num_layers * (1 + len(self.windows) if full_length else 1)
         page = (self.block_size, self.num_kv_heads, 2, self.head_dim)
-        pages = (PageGroup(tuple(range(arrays)), page, self.dtype),)
+        pages = (PageGroup(layer_ids=tuple(range(arrays)), page_shape=page, dtype=self.dtype),)
         windows = () if full_length else self.windows
-        groups = [LayerGroup(LayerGroupKind.SLIDING_WINDOW, pages, window) for window in windows]
-        full = LayerGroup(LayerGroupKind.FULL_ATTENTION, pages)
+        groups = [
+            LayerGroup(kind=LayerGroupKind.SLIDING_WINDOW, page_groups=pages, window=window) for window in windows
+        ]
+        full = LayerGroup(kind=LayerGroupKind.FULL_ATTENTION, page_groups=pages)
         if self.num_state_layers:
             first, end = range(arrays, arrays + self.num_state_layers), arrays + 2 * self.num_state_layers
             state_pages = (
-                PageGroup(tuple(first), self.conv, "bfloat16"),
-                PageGroup(tuple(range(first.stop, end)), self.recurrent, "float32"),
+                PageGroup(layer_ids=tuple(first), page_shape=self.conv, dtype="bfloat16"),
+                PageGroup(layer_ids=tuple(range(first.stop, end)), page_shape=self.recurrent, dtype="float32"),
             )
-            groups.append(LayerGroup(LayerGroupKind.STATE, state_pages))
-        return KVLayout(self.block_size, (full, *groups), null_block=NULL)
+            groups.append(LayerGroup(kind=LayerGroupKind.STATE, page_groups=state_pages))
+        return KVLayout(block_size=self.block_size, groups=(full, *groups), null_block=NULL)
 
 
 SHAPES = {

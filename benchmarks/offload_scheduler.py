@@ -18,7 +18,7 @@ from tpu_offload import (
 
 BLOCK_SIZE = 16
 _GROUP = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (BLOCK_SIZE, 8, 2, 128), "bfloat16")
-LAYOUT = KVLayout(BLOCK_SIZE, (_GROUP,))
+LAYOUT = KVLayout(block_size=BLOCK_SIZE, groups=(_GROUP,))
 
 
 def computed(

@@ -186,10 +186,14 @@ class SchedulerAlone:
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
-            layouts = ((0, KVLayout(self.args.block_size, (group,))),)
+            layouts = ((0, KVLayout(block_size=self.args.block_size, groups=(group,))),)
         report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
         is_empty = not (report.results or self.is_new)
-        reports = None if is_empty else ReportMessages({message.scheduler_id: ReportMessage((report,), layouts)})
+        reports = (
+            None
+            if is_empty
+            else ReportMessages(of_schedulers={message.scheduler_id: ReportMessage(reports=(report,), layouts=layouts)})
+        )
         self.is_new = False
         received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=reports)

@@ -182,7 +182,7 @@ def env_name(field):
 
 def make_layout(*, block_size=16, num_layers=2, page_shape=(16, 4, 2, 64), dtype="bfloat16", **kwargs):
     group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, tuple(range(num_layers)), page_shape, dtype)
-    return KVLayout(block_size, (group,), **kwargs)
+    return KVLayout(block_size=block_size, groups=(group,), **kwargs)
 
 
 def from_env(**variables):

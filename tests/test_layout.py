@@ -20,7 +20,7 @@ def uniform(*, layer_ids=(0, 1, 2), page_shape=(16, 4, 2, 64), dtype="bfloat16")
 
 
 GROUP = uniform()
-BASE = KVLayout(16, (GROUP,), model="m")
+BASE = KVLayout(block_size=16, groups=(GROUP,), model="m")
 
 
 def sharding(*axes, num_devices=1):
@@ -59,9 +59,9 @@ def test_layers_with_other_pages_are_another_page_group():
     layout = KVLayout.from_caches([cache(), wide, cache(), scales, wide], block_size=16)
     (group,) = layout.groups
     assert group.page_groups == (
-        PageGroup((0, 2), (16, 4, 2, 64), "bfloat16"),
-        PageGroup((1, 4), (16, 2, 2, 128), "bfloat16"),
-        PageGroup((3,), (16, 4), "float32"),
+        PageGroup(layer_ids=(0, 2), page_shape=(16, 4, 2, 64), dtype="bfloat16"),
+        PageGroup(layer_ids=(1, 4), page_shape=(16, 2, 2, 128), dtype="bfloat16"),
+        PageGroup(layer_ids=(3,), page_shape=(16, 4), dtype="float32"),
     )
     assert group.layer_ids == (0, 1, 2, 3, 4)
     assert layout.block_nbytes == 4 * 16 * 4 * 2 * 64 * 2 + 16 * 4 * 4
@@ -113,7 +113,7 @@ def test_caches_that_cannot_be_described(caches, message):
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"groups": ()}, "got no layer groups"),
         ({"groups": (uniform(layer_ids=()),)}, "no layers"),
-        ({"groups": (LayerGroup(GROUP.kind, ()),)}, "no layers"),
+        ({"groups": (LayerGroup(kind=GROUP.kind, page_groups=()),)}, "no layers"),
         ({"num_shards": 0}, "num_shards"),
         ({"num_local_devices": 0}, "num_local_devices"),
     ],
@@ -126,10 +126,13 @@ def test_an_invalid_layout(change, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda pages: LayerGroup(GROUP.kind, pages), "expected a sequence of PageGroup"),
-        (lambda pages: LayerGroup(GROUP.kind, pages.layer_ids), "expected a sequence of PageGroup"),
-        (lambda pages: KVLayout(16, (pages,)), "expected a sequence of LayerGroup"),
-        (lambda pages: KVLayout(16, (LayerGroup(GROUP.kind, (pages, pages)),)), "expected each layer once"),
+        (lambda pages: LayerGroup(kind=GROUP.kind, page_groups=pages), "expected a sequence of PageGroup"),
+        (lambda pages: LayerGroup(kind=GROUP.kind, page_groups=pages.layer_ids), "expected a sequence of PageGroup"),
+        (lambda pages: KVLayout(block_size=16, groups=(pages,)), "expected a sequence of LayerGroup"),
+        (
+            lambda pages: KVLayout(block_size=16, groups=(LayerGroup(kind=GROUP.kind, page_groups=(pages, pages)),)),
+            "expected each layer once",
+        ),
     ],
 )
 def test_page_groups_in_the_wrong_place(make, message):
@@ -267,7 +270,9 @@ def test_invalid_input_is_refused_with_one_line(caches, settings, error):
 
 
 def stage(num_layers, *, page_shape=(16, 4, 2, 64), **fields):
-    return KVLayout(16, (uniform(layer_ids=tuple(range(num_layers)), page_shape=page_shape),), model="m", **fields)
+    return KVLayout(
+        block_size=16, groups=(uniform(layer_ids=tuple(range(num_layers)), page_shape=page_shape),), model="m", **fields
+    )
 
 
 def test_stages_have_the_layers_of_all_and_the_largest_bytes():
@@ -312,7 +317,9 @@ def test_fingerprints_of_stages_depend_on_where_the_model_is_divided():
         ),
         (
             [
-                KVLayout(16, (LayerGroup.uniform(LayerGroupKind.STATE, (0,), (4, 4), "int8"),), model="m"),
+                KVLayout(
+                    block_size=16, groups=(LayerGroup.uniform(LayerGroupKind.STATE, (0,), (4, 4), "int8"),), model="m"
+                ),
                 stage(2, stage_layers="b"),
             ],
             "state, full_attention; expected one with full attention in each",

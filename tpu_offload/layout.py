@@ -22,7 +22,7 @@ class LayerGroupKind(enum.Enum):
     STATE = "state"  # one row: the state of linear attention after some token
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PageGroup:
     """Layers of a layer group whose pages have one shape and dtype: they are copied together.
 
@@ -58,7 +58,7 @@ class PageGroup:
         return self.num_layers * self.page_nbytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
     """Layers that share one block table.
 
@@ -96,7 +96,8 @@ class LayerGroup:
         window: int = 0,
     ) -> "LayerGroup":
         """A group whose pages all have one shape; arguments as for `PageGroup`."""
-        return cls(kind, (PageGroup(layer_ids, page_shape, dtype),), window)
+        pages = PageGroup(layer_ids=layer_ids, page_shape=page_shape, dtype=dtype)
+        return cls(kind=kind, page_groups=(pages,), window=window)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -109,7 +110,7 @@ class LayerGroup:
         return sum(pages.block_nbytes for pages in self.page_groups)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """A description of the KV cache; holds no arrays.
 
@@ -224,8 +225,8 @@ class KVLayout:
         _, num_ranks, num_shards, num_devices = described[0]
         layer_groups = tuple(group for group, *_ in described)
         return cls(
-            block_size,
-            layer_groups,
+            block_size=block_size,
+            groups=layer_groups,
             num_shards=num_shards,
             num_local_devices=num_devices,
             model=model,
@@ -268,7 +269,7 @@ class KVLayout:
                 layer_ids = tuple(num_layers + i for i in of_stage.layer_ids)
                 pages.append(dataclasses.replace(of_stage, layer_ids=layer_ids))
             num_layers += len(stage.groups[0].layer_ids)
-        group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(pages))
+        group = LayerGroup(kind=LayerGroupKind.FULL_ATTENTION, page_groups=tuple(pages))
         return dataclasses.replace(stages[0], groups=(group,), stages=stages, stage_layers="")
 
     def check_tier(self) -> None:
@@ -409,11 +410,8 @@ def _describe_group(
             f"pages of the shapes {[list(shape) for shape, _ in layers_of]} are split over {sorted(shards)} devices; "
             "expected one number: shard all KV caches of a layer group over the same axes of the mesh"
         )
-    group = LayerGroup(
-        kind=kind,
-        page_groups=tuple(PageGroup(tuple(ids), shape, dtype) for (shape, dtype), ids in layers_of.items()),
-        window=window,
-    )
+    made = [PageGroup(layer_ids=tuple(ids), page_shape=shape, dtype=name) for (shape, name), ids in layers_of.items()]
+    group = LayerGroup(kind=kind, page_groups=tuple(made), window=window)
     num_ranks = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
     return group, num_ranks, shards.pop(), len(first.sharding.addressable_devices)
 

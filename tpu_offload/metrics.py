@@ -134,8 +134,9 @@ class OffloadStats:
     )
     num_dropped_checkpoints: int = _counter(
         "checkpoints",
-        "Checkpoints (the sliding-window blocks at a boundary) that were not saved: no room for them or for the chunks "
-        "before them, or saves suspended. The engine frees these blocks in the next step, so there is no second try.",
+        "Checkpoints (the sliding-window blocks or the state at a boundary) that were not saved: no room for them or "
+        "for the chunks before them, or saves suspended. They are gone from HBM in the next step, so they are not "
+        "saved later.",
         family="dropped_checkpoints",
     )
     dropped_save_blocks: int = _counter(
@@ -161,8 +162,8 @@ class OffloadStats:
     num_evicted_chunks: int = _counter("chunks", "Chunks evicted from the host tier to make room.")
     num_checkpoints: int = _gauge(
         "checkpoints",
-        "Boundaries in the host tier at which a request can go on: the sliding-window blocks before them and the state "
-        "after them are there, or being saved. 0 for a model without sliding windows and states.",
+        "Boundaries in the host tier at which a request can continue: the sliding-window blocks before them and the "
+        "state after them are there, or being saved. 0 for a model without sliding windows and states.",
         family="resident_checkpoints",
     )
     num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the windows of checkpoints take.")

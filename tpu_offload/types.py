@@ -357,7 +357,7 @@ class WorkerSetup:
       storage_chunks: capacity of each storage tier, nearest first, as in the settings; empty without one.
       stored_keys: by tier, the chunks that it had on this worker when that started, oldest first; of a shared one none.
         With data-parallel ranks those of all tiers of the first rank, then of the next; each rank gets its own. None of
-        a rank of which this process has no device: whatever the others have is complete without it.
+        a rank of which this process has no device: then the lists of the other workers decide.
       shares_storage: by tier, whether other engines use it, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
@@ -399,7 +399,7 @@ class StepReport:
       lost_swap_blocks: ranges (group_id, first, end) of those whose contents were lost since the last report.
       oldest_job_id: no job with a smaller id is or will be in flight on this worker, except `storage_job_ids`: every
         one that it received has been reported, here or earlier. A smaller job whose result never arrived has ended.
-      storage_job_ids: its jobs in flight to and from storage. A call of a storage tier may hang for ever; the results
+      storage_job_ids: its jobs in flight to and from storage. A call of a storage tier may never return; the results
         of other jobs are no less certain for that.
       incarnation: identifies one run of the worker process; a restarted worker has a larger one, an empty host pool, no
         KV in HBM, and no earlier jobs. 0 is not checked.

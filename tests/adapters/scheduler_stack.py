@@ -236,7 +236,7 @@ class Stack:
 
     def replace_reports(self, result: ModelRunnerOutput, message: ReportMessage | None) -> None:
         """Has a worker report this in place of what it has reported."""
-        messages = message and ReportMessages({self.side._scheduler_id: message})
+        messages = message and ReportMessages(of_schedulers={self.side._scheduler_id: message})
         result.kv_connector_output.kv_connector_worker_meta = messages
 
     def check(self) -> None:

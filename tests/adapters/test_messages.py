@@ -29,11 +29,11 @@ REPORTS = tuple(
 
 def test_plans_and_reports_survive_pickling():
     for message in (
-        PlanMessages([PlanMessage(StepPlan(step_id=3), idle=True)]),
+        PlanMessages(requests_meta=[PlanMessage(plan=StepPlan(step_id=3), idle=True)]),
         PlanMessages(
-            [
+            requests_meta=[
                 PlanMessage(
-                    StepPlan(
+                    plan=StepPlan(
                         step_id=4,
                         jobs=(LOAD, copy_job(8, JobKind.SAVE, (5,), (6,))),
                         cancelled_job_ids=(2,),
@@ -43,28 +43,37 @@ def test_plans_and_reports_survive_pickling():
                 )
             ]
         ),
-        ReportMessages({"one": ReportMessage(REPORTS)}),
+        ReportMessages(of_schedulers={"one": ReportMessage(reports=REPORTS)}),
     ):
         assert pickle.loads(pickle.dumps(message)) == message
 
 
 def test_reports_add_up_in_any_order_and_keep_the_layouts():
-    layout = KVLayout(8, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
-    first = ReportMessages({"a": ReportMessage(REPORTS[:1], ((0, layout),))})
-    second = ReportMessages({"a": ReportMessage(REPORTS[1:], ((1, layout),)), "b": ReportMessage(REPORTS)})
+    layout = KVLayout(
+        block_size=8, groups=(LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),)
+    )
+    first = ReportMessages(of_schedulers={"a": ReportMessage(reports=REPORTS[:1], layouts=((0, layout),))})
+    second = ReportMessages(
+        of_schedulers={
+            "a": ReportMessage(reports=REPORTS[1:], layouts=((1, layout),)),
+            "b": ReportMessage(reports=REPORTS),
+        }
+    )
     assert first.aggregate(second).of_schedulers == {
-        "a": ReportMessage(REPORTS, ((0, layout), (1, layout))),
-        "b": ReportMessage(REPORTS),
+        "a": ReportMessage(reports=REPORTS, layouts=((0, layout), (1, layout))),
+        "b": ReportMessage(reports=REPORTS),
     }
-    assert second.aggregate(first).of_schedulers["a"] == ReportMessage(REPORTS[::-1], ((1, layout), (0, layout)))
+    assert second.aggregate(first).of_schedulers["a"] == ReportMessage(
+        reports=REPORTS[::-1], layouts=((1, layout), (0, layout))
+    )
 
 
 def test_the_messages_of_ranks_are_merged_and_reports_split():
     plan = StepPlan(step_id=1, jobs=(LOAD,), next_job_id=8)
-    known = KnownTokens("request", 3, (5,))
+    known = KnownTokens(request_id="request", first=3, token_ids=(5,))
     messages = [
-        PlanMessage(StepPlan(step_id=1), idle=True, tainted=frozenset({"bad"})),
-        PlanMessage(plan, idle=False, known_tokens=(known,), background_job_ids=frozenset({7})),
+        PlanMessage(plan=StepPlan(step_id=1), idle=True, tainted=frozenset({"bad"})),
+        PlanMessage(plan=plan, idle=False, known_tokens=(known,), background_job_ids=frozenset({7})),
     ]
     ranks = RankMessages(2)
     merged = ranks.merge(messages)

@@ -159,7 +159,7 @@ def test_three_workers_that_report_in_any_order(order):
             message = reports_of(result)
             held[i] += message.reports if message else ()
             reports, held[i] = (held[i], []) if i == reporter else ([], held[i])
-            stack.replace_reports(result, ReportMessage(tuple(reports)) if reports else None)
+            stack.replace_reports(result, ReportMessage(reports=tuple(reports)) if reports else None)
         return results
 
     stack.tamper = tamper
@@ -208,7 +208,7 @@ def test_duplicate_reports_change_nothing():
         for result in results:
             message = reports_of(result)
             if message:
-                stack.replace_reports(result, ReportMessage(message.reports * 2))
+                stack.replace_reports(result, ReportMessage(reports=message.reports * 2))
         return results
 
     stack.tamper = twice

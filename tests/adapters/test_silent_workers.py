@@ -41,7 +41,7 @@ class FaultyRelay:
         if self.fate == "never" or (self.fate == "every second one" and message and self.num_seen % 2):
             self.stack.replace_reports(result, None)
         elif self.fate == "duplicated" and message:
-            self.stack.replace_reports(result, ReportMessage(message.reports * 2))
+            self.stack.replace_reports(result, ReportMessage(reports=message.reports * 2))
         elif self.fate in ("late", "too late"):
             self.held.append(message)
             due = self.held.pop(0) if len(self.held) > (3 if self.fate == "late" else 2 * TIMEOUT_S) else None

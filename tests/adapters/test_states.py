@@ -100,7 +100,7 @@ def test_running_requests_are_preempted_and_resumed_at_once(process, plain):
 
 def test_lost_caches_end_the_engine(process):
     steps = [GENERATE, *EMPTY_HBM, {"do": "lose_caches", "skip": [0], "group": 1}, GENERATE]
-    why = "The model has several KV cache groups, for which vLLM cannot compute requests anew in new caches"
+    why = "The model has several KV cache groups, for which vLLM cannot compute requests again in new caches"
     with pytest.raises(pytest.fail.Exception, match=why):
         process.run(MODEL | {"engine": MANY_BLOCKS, "connector": ours(), "steps": steps})
 

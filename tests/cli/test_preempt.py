@@ -214,7 +214,14 @@ def test_interrupt_reports_what_is_finished(tmp_path):
 
 
 def record(name, *, computed, num_preemptions=0, num_swaps=0, finish_s=9.0):
-    stats = RequestStats(0.0, 1.0, finish_s, PromptTokens(computed=computed), num_preemptions, num_swaps)
+    stats = RequestStats(
+        arrival_s=0.0,
+        first_token_s=1.0,
+        finish_s=finish_s,
+        prompt_tokens=PromptTokens(computed=computed),
+        num_preemptions=num_preemptions,
+        num_swaps=num_swaps,
+    )
     return Record(name, (1, 2, 3), (4, 5), stats, (-1.0, -2.0))
 
 

@@ -15,7 +15,14 @@ from tpu_offload.replay.serving import Record, ServedRun
 
 def record(name, tokens=(), *, prompt=(), arrival_s=0.0, ttft_s=1.0, sources=PromptTokens()):  # noqa: B008 (frozen)
     first_token_s = None if ttft_s is None else arrival_s + ttft_s
-    return Record(name, tuple(prompt), tuple(tokens), RequestStats(arrival_s, first_token_s, 9.0, sources, 0))
+    return Record(
+        name,
+        tuple(prompt),
+        tuple(tokens),
+        RequestStats(
+            arrival_s=arrival_s, first_token_s=first_token_s, finish_s=9.0, prompt_tokens=sources, num_preemptions=0
+        ),
+    )
 
 
 def test_equal_outputs_in_any_order():

@@ -29,7 +29,9 @@ from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.types import BlockHash, Direction, JobKind
 
 BLOCK_SIZE = 4
-LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
+LAYOUT = KVLayout(
+    block_size=BLOCK_SIZE, groups=(LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),)
+)
 POISON = b"poison"
 ROWS = 10**9
 """Rows of states have numbers of their own; the tables of a `FakeWorker` have them from here on."""

@@ -31,7 +31,9 @@ from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import ChunkKey, JobKind
 
 NUM_CHUNKS = 30_000
-LAYOUT = KVLayout(16, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
+LAYOUT = KVLayout(
+    block_size=16, groups=(LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),)
+)
 
 
 def block_hashes(name: int, num: int) -> list[BlockHash]:

@@ -463,8 +463,10 @@ def test_a_tier_that_is_set_far_too_large_has_states_all_the_same() -> None:
 
 
 def test_a_tier_too_small_for_a_state_is_refused() -> None:
-    pages = PageGroup((2,), (64, 128, 128), "float32")
-    layout = dataclasses.replace(LAYOUT, groups=(LAYOUT.groups[0], LayerGroup(LayerGroupKind.STATE, (pages,))))
+    pages = PageGroup(layer_ids=(2,), page_shape=(64, 128, 128), dtype="float32")
+    layout = dataclasses.replace(
+        LAYOUT, groups=(LAYOUT.groups[0], LayerGroup(kind=LayerGroupKind.STATE, page_groups=(pages,)))
+    )
     with pytest.raises(ConfigError) as e:
         OffloadScheduler(OffloadConfig.create(host_gb=0.004), layout)
     assert str(e.value) == (

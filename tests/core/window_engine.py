@@ -51,10 +51,16 @@ def window_layout(
 ) -> KVLayout:
     """A layout of one group with groups of sliding windows that share its arrays, and one of states."""
     first = layout.groups[0]
-    groups = [LayerGroup(LayerGroupKind.SLIDING_WINDOW, first.page_groups, window) for window in windows]
+    groups = [
+        LayerGroup(kind=LayerGroupKind.SLIDING_WINDOW, page_groups=first.page_groups, window=window)
+        for window in windows
+    ]
     if has_states:
-        pages = [PageGroup((2, 4), (3, 8), "bfloat16"), PageGroup((3, 5), (2, 4, state_size), "float32")]
-        groups.append(LayerGroup(LayerGroupKind.STATE, tuple(pages)))
+        pages = [
+            PageGroup(layer_ids=(2, 4), page_shape=(3, 8), dtype="bfloat16"),
+            PageGroup(layer_ids=(3, 5), page_shape=(2, 4, state_size), dtype="float32"),
+        ]
+        groups.append(LayerGroup(kind=LayerGroupKind.STATE, page_groups=tuple(pages)))
     return dataclasses.replace(layout, groups=(first, *groups), null_block=NULL)
 
 

@@ -27,7 +27,12 @@ def random_tokens(seed: int, num_tokens: int, *, vocab_size: int = TINY.vocab_si
 
 
 def make_request(name: str, prompt: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", **sampling) -> Request:
-    return Request(name, prompt, SamplingParams(max_tokens, **sampling), cache_salt=salt)
+    return Request(
+        request_id=name,
+        prompt_tokens=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        cache_salt=salt,
+    )
 
 
 def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> dict[str, RequestOutput]:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_sizes")
 MODEL = dataclasses.replace(ModelConfig(), num_layers=2)
 ENGINE = EngineConfig(block_size=16, num_blocks=96, max_num_seqs=6, max_model_len=320, max_num_batched_tokens=256)
 OTHER_ENGINE = EngineConfig(block_size=8, num_blocks=120, max_num_seqs=3, max_model_len=400, max_num_batched_tokens=70)
-GREEDY = SamplingParams(1)
+GREEDY = SamplingParams(max_tokens=1)
 TOKENS = random_tokens(0, 300, vocab_size=MODEL.vocab_size)
 
 

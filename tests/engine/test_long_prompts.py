@@ -16,7 +16,7 @@ OTHER = [(11 * i + 3) % 90 for i in range(89)]
 
 def serve(engine, name, prompt):
     prompt = tuple(prompt)
-    engine.add_request(Request(name, prompt, SamplingParams(6)))
+    engine.add_request(Request(request_id=name, prompt_tokens=prompt, sampling=SamplingParams(max_tokens=6)))
     outputs = []
     while engine.has_unfinished:
         outputs += [output for output in engine.step() if output.finished]

@@ -17,7 +17,7 @@ from tpu_offload.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_sizes")
 
-GREEDY = SamplingParams(1)
+GREEDY = SamplingParams(max_tokens=1)
 
 
 # A value between two numbers of the cache's dtype may round differently in float32.

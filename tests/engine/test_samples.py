@@ -213,4 +213,4 @@ def test_n_is_checked():
     wrong: dict[Any, str] = {0: "at least 1", 1.5: "an integer"}
     for n, expected in wrong.items():
         with pytest.raises(ValueError, match=f"n={n}; expected {expected}"):
-            SamplingParams(1, n=n)
+            SamplingParams(max_tokens=1, n=n)

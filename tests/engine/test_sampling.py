@@ -29,18 +29,20 @@ LOGITS = np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32)
 
 
 def random_params(seed, **changes):
-    return dataclasses.replace(SamplingParams(1, temperature=1.0, seed=seed), **changes)
+    return dataclasses.replace(SamplingParams(max_tokens=1, temperature=1.0, seed=seed), **changes)
 
 
 def test_greedy_takes_the_largest():
-    assert draw(LOGITS, [SamplingParams(1)]) == [LOGITS.argmax()]
+    assert draw(LOGITS, [SamplingParams(max_tokens=1)]) == [LOGITS.argmax()]
     # Also batched with a sampling request.
-    assert draw(LOGITS.repeat(2, 0), [SamplingParams(1), random_params(3)])[0] == LOGITS.argmax()
+    assert draw(LOGITS.repeat(2, 0), [SamplingParams(max_tokens=1), random_params(3)])[0] == LOGITS.argmax()
 
 
 def test_draw_depends_on_seed_and_position_only():
     alone = draw(LOGITS, [random_params(7)], positions=[5])
-    beside = draw(LOGITS.repeat(3, 0), [random_params(1), SamplingParams(1), random_params(7)], positions=[9, 9, 5])
+    beside = draw(
+        LOGITS.repeat(3, 0), [random_params(1), SamplingParams(max_tokens=1), random_params(7)], positions=[9, 9, 5]
+    )
     assert beside[2] == alone[0]
     by_seed = {draw(LOGITS, [random_params(seed)], positions=[5])[0] for seed in range(20)}
     by_position = {draw(LOGITS, [random_params(7)], positions=[p])[0] for p in range(20)}
@@ -74,7 +76,7 @@ def test_logprobs_ignore_temperature_and_neighbours():
     logits, tokens = np.resize(logits, (len(inputs.seeds), 50)), np.resize(tokens, len(inputs.seeds))
     got = np.asarray(jax.jit(logprobs)(logits, tokens, inputs))[:40]
     np.testing.assert_allclose(got, expected[np.arange(40), tokens[:40]], rtol=1e-5)
-    alone = pack([TokenSpan([0], 0, [[1]], SamplingParams(1))], CONFIG, TINY)
+    alone = pack([TokenSpan([0], 0, [[1]], SamplingParams(max_tokens=1))], CONFIG, TINY)
     for row in (0, 7, 39):
         first = np.asarray(jax.jit(logprobs)(logits[row].repeat(32).reshape(50, 32).T, tokens[row].repeat(32), alone))
         assert first[0] == got[row]
@@ -87,4 +89,4 @@ def test_logprobs_ignore_temperature_and_neighbours():
 )  # fmt: skip
 def test_impossible_parameters_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SamplingParams(1), **change)
+        dataclasses.replace(SamplingParams(max_tokens=1), **change)

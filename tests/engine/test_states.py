@@ -18,7 +18,7 @@ from tpu_offload.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_sizes")
 
-GREEDY = SamplingParams(1)
+GREEDY = SamplingParams(max_tokens=1)
 TOKENS = random_tokens(0, 150)
 MIXED = dataclasses.replace(STATEFUL, kv_dtype="float32", sliding_window=20)
 ENGINE = EngineConfig(block_size=16, num_blocks=60, max_num_seqs=3, max_model_len=320, max_num_batched_tokens=40)

@@ -18,7 +18,7 @@ from tpu_offload.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_sizes")
 
-GREEDY = SamplingParams(1)
+GREEDY = SamplingParams(max_tokens=1)
 TOKENS = random_tokens(0, 300)  # three tiles of keys
 # Three groups of two layers, in no order.
 WINDOWED = dataclasses.replace(TINY, num_layers=6, kv_dtype="float32", sliding_window=20, window_layers=(0, 1, 3, 5))

@@ -223,7 +223,7 @@ def test_elsewhere_the_fastest_that_compiles_is_chosen(monkeypatch, caplog):
     both = [HbmPath, HostPath]
     with caplog.at_level(logging.INFO):
         assert copiers("auto", monkeypatch, ranking=both) is HbmPath
-    said = ["chunks go to and from storage by the hbm path; there and back: hbm 250 ms, host 250 ms"]
+    said = ["storage copies use the hbm path; measured times of a round trip: hbm 250 ms, host 250 ms"]
     assert caplog.messages == said
     caplog.clear()
     assert copiers("host", monkeypatch, ranking=both) is HostPath

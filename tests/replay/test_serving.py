@@ -27,12 +27,27 @@ class RuleEngine:
 
     def step(self):
         request = self.queue.pop(0)
-        stats = RequestStats(0.0, 1.0, 2.0, PromptTokens(), 0)
+        stats = RequestStats(
+            arrival_s=0.0, first_token_s=1.0, finish_s=2.0, prompt_tokens=PromptTokens(), num_preemptions=0
+        )
         if request.request_id == self._refuse:
-            return [RequestOutput(request.request_id, (), FinishReason.ERROR, "too long", stats)]
+            return [
+                RequestOutput(
+                    request_id=request.request_id,
+                    tokens=(),
+                    finish_reason=FinishReason.ERROR,
+                    error="too long",
+                    stats=stats,
+                )
+            ]
         tokens = (len(request.prompt_tokens),) * request.sampling.max_tokens
-        unfinished = [RequestOutput(other.request_id, (1,)) for other in self.queue]
-        return [*unfinished, RequestOutput(request.request_id, tokens, FinishReason.LENGTH, "", stats)]
+        unfinished = [RequestOutput(request_id=other.request_id, tokens=(1,)) for other in self.queue]
+        return [
+            *unfinished,
+            RequestOutput(
+                request_id=request.request_id, tokens=tokens, finish_reason=FinishReason.LENGTH, error="", stats=stats
+            ),
+        ]
 
 
 def run(engine, workload, *, concurrency=2, stop=lambda: False, on_finish=lambda: None):

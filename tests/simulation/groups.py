@@ -133,7 +133,7 @@ class FullGroup(KVGroup):
     kind = "full attention"
 
     def layer_group(self, pages: PageGroup) -> LayerGroup:
-        return LayerGroup(LayerGroupKind.FULL_ATTENTION, (pages,))
+        return LayerGroup(kind=LayerGroupKind.FULL_ATTENTION, page_groups=(pages,))
 
     def first_token(self, num_computed: int) -> int:
         return 0
@@ -154,7 +154,7 @@ class WindowGroup(KVGroup):
         self._window = window
 
     def layer_group(self, pages: PageGroup) -> LayerGroup:
-        return LayerGroup(LayerGroupKind.SLIDING_WINDOW, (pages,), self._window)
+        return LayerGroup(kind=LayerGroupKind.SLIDING_WINDOW, page_groups=(pages,), window=self._window)
 
     def first_token(self, num_computed: int) -> int:
         return max(0, num_computed - self._window + 1)
@@ -181,8 +181,8 @@ class StateGroup(Group):
         self._row_elements = row_elements
 
     def layer_group(self, pages: PageGroup) -> LayerGroup:
-        row = PageGroup((max(pages.layer_ids) + 1,), (self._row_elements,), "bfloat16")
-        return LayerGroup(LayerGroupKind.STATE, (row,))
+        row = PageGroup(layer_ids=(max(pages.layer_ids) + 1,), page_shape=(self._row_elements,), dtype="bfloat16")
+        return LayerGroup(kind=LayerGroupKind.STATE, page_groups=(row,))
 
     def needed(self, num_computed: int) -> range:
         return self.filled(0, num_computed) if num_computed else range(0)

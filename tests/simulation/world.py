@@ -70,10 +70,10 @@ class World:
         self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
         self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
         groups = make_groups(setup)
-        pages = PageGroup((0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
+        pages = PageGroup(layer_ids=(0, 1), page_shape=(setup.block_size, 2, 2, 8), dtype="bfloat16")
         layout = KVLayout(
-            setup.block_size,
-            tuple(group.layer_group(pages) for group in groups),
+            block_size=setup.block_size,
+            groups=tuple(group.layer_group(pages) for group in groups),
             null_block=NULL if len(groups) > 1 else None,
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)

@@ -401,7 +401,7 @@ def test_a_full_server_refuses_and_goes_on(caplog):
 def test_a_server_that_is_full_at_the_start_is_used_once_it_has_room(caplog, always_ask):
     with servers.running(servers.valkey(maxmemory="1kb", policy="noeviction")) as server, opened(server) as tier:
         (warning,) = caplog.messages
-        assert "stores nothing now (RequestError: OOM" in warning
+        assert "accepts no records now (RequestError: OOM" in warning
         for _ in range(2):
             with pytest.raises(OSError, match="OOM"):
                 write(tier, key_of(1), 1)

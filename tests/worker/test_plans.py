@@ -115,7 +115,7 @@ def test_one_line_of_every_power_of_two_says_so(caplog):
     for _ in range(20):
         engine.worker.begin_step(copy_of(plan), engine.caches)
     assert [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()] == [
-        f"plan {plan.step_id} is a duplicate, or older than the last one: ignored ({n} so far)"
+        f"ignored plan {plan.step_id}, which is a duplicate, or older than the last one ({n} ignored so far)"
         for n in (1, 2, 4, 8, 16)
     ]
 

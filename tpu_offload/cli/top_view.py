@@ -37,7 +37,7 @@ class _Change:
         return self._now.values.get(field, 0.0)
 
     def grown(self, field: str) -> float | None:
-        """By how much it has grown; None without an earlier reading, or if the engine has started anew."""
+        """By how much it has grown; None without an earlier reading, or if the engine has restarted."""
         if self._before is None:
             return None
         grown = self.total(field) - self._before.values.get(field, 0.0)

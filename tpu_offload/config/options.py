@@ -81,8 +81,8 @@ class OffloadConfig(pydantic.BaseModel):
         None,
         ge=0,
         le=2**31 - 1,
-        description="Size of the host tier in chunks (with states, in the memory of as many); 0 turns offloading off. "
-        "The default is small: set `TPU_OFFLOAD_HOST_GB` instead.",
+        description="Size of the host tier in chunks; with states, which share it, in the memory of that many chunks. "
+        "0 turns offloading off. The default is small: set `TPU_OFFLOAD_HOST_GB` instead.",
     )
     host_gb: float | None = Field(
         None,
@@ -226,15 +226,16 @@ class OffloadConfig(pydantic.BaseModel):
     storage_tier: tuple[str, ...] = Field(
         (),
         description="Storage tiers below the host tier, nearest first: `file`, `object`, `valkey`, or `module:Class` "
-        "of your own, separated by `;`. So are the settings of tiers below: one value for each.",
+        "of your own, separated by `;`. The settings of tiers that follow take one value for each tier, separated "
+        "likewise.",
     )
     storage_options: tuple[str, ...] = Field(
         (), description="Options of each storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."
     )
     num_storage_chunks: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
         (),
-        description="Size of each storage tier in records, of each data-parallel rank: a chunk takes one, a state one "
-        "or several. A tier needs this or `TPU_OFFLOAD_STORAGE_GB`.",
+        description="Size of each storage tier in records per data-parallel rank. A chunk is one record, a state one "
+        "or more. A tier needs this or `TPU_OFFLOAD_STORAGE_GB`.",
     )
     storage_gb: tuple[Annotated[float, Field(gt=0, le=2**30, allow_inf_nan=False)], ...] = Field(
         (),
@@ -245,13 +246,13 @@ class OffloadConfig(pydantic.BaseModel):
         (StorageWriteEvent.SAVE,),
         description="When chunks are written to a storage tier: `save`, once they are in the host tier, or "
         "`eviction`, when the host tier evicts them. `eviction` writes less; what is still in host memory at a restart "
-        "is not in storage. One value is for all tiers.",
+        "is not in storage. A single value applies to each tier.",
     )
     storage_admission: tuple[StorageAdmission, ...] = Field(
         (StorageAdmission.ALL,),
         description="Which chunks a storage tier takes: `all`, those that two requests contained "
         "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
-        "used again. One value is for all tiers.",
+        "used again. A single value applies to each tier.",
     )
     storage_copy_path: StorageCopyPath = Field(
         StorageCopyPath.AUTO,
@@ -264,8 +265,8 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="How long a request whose next blocks are being read from storage, whichever tier, waits for "
-        "them before it computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up "
+        description="How long a request whose next blocks are being read from any storage tier waits for them "
+        "before it computes them; 0 never waits. With `TPU_OFFLOAD_LOAD_MODE=auto` and measured times it waits up "
         "to twice the estimate of the read if that is longer, but not much longer than computing them would take.",
     )
     storage_lookup_wait_s: float = Field(
@@ -281,7 +282,7 @@ class OffloadConfig(pydantic.BaseModel):
         (1.0,),
         description="Limit in GB of host memory for chunks on their way to and from a storage tier, beside the host "
         "tier; at least one chunk, or state, each way. A chunk that is being copied into the host tier briefly takes "
-        "twice its size. One value is for all tiers, each of which has so much.",
+        "twice its size. A single value applies to each tier.",
     )
     job_timeout_s: float = Field(
         60.0,

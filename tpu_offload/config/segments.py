@@ -3,7 +3,7 @@
 import dataclasses
 from typing import final
 
-_LEAST_SEGMENTS = 16  # of a host tier that is smaller than as many of the configured size
+_LEAST_SEGMENTS = 16  # a host tier that is too small for so many has smaller segments
 _PARTS = 32  # a move takes about this part of the host tier, however many segments there are
 
 

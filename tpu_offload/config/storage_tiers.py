@@ -186,7 +186,7 @@ def _check_places(tiers: Sequence[StorageTierConfig]) -> None:
     """Raises ConfigError if two tiers of one kind would use the same directory, prefix or database."""
     places: dict[tuple[str, ...], StorageTierConfig] = {}
     for tier in tiers:
-        if not tier.options:  # its own affair
+        if not tier.options:  # the tier decides what no options mean
             continue
         other = places.setdefault((tier.name, *_place(tier.options)), tier)
         if other is not tier:

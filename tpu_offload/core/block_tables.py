@@ -1,4 +1,4 @@
-"""Reads block tables and block hashes, in whatever form an engine has them, into plain ints and bytes.
+"""Reads block tables and block hashes, in any form that an engine has them, into plain ints and bytes.
 
 An engine passes what it has: a list that it appends to, a row of a numpy array that it overwrites with another
 request's blocks in the next step, an array on a device, a deque, a memory view. Only its contents during the call

@@ -1,9 +1,9 @@
 """Which checkpoint a request gets from storage: for models with sliding windows or states.
 
-Such a request can use a prefix up to a checkpoint only. So storage is read for it only if there is a boundary, behind
-the one that it can use already, before which every chunk and every piece of whose checkpoint is in the host tier or in
-a storage tier, whichever. The last such boundary is its target. Its chunks are read first, over several steps if need
-be, and then the pieces that the host tier lacks, all at once: fewer are of no use.
+Such a request can use a prefix up to a checkpoint only. Its target is the last boundary past the one that it can use
+already for which all chunks before it, and all pieces of its checkpoint, are in the host tier or in some storage tier.
+Without a target nothing is read. The chunks of the target are read first, over several steps if need be, and then the
+pieces that the host tier lacks, all at once: fewer are of no use.
 """
 
 import logging
@@ -174,7 +174,7 @@ class CheckpointPromotions:
 
 @final
 class _Pieces:
-    """Which pieces of a prefix are in the host tier or in storage. Each is looked up once, whatever the window.
+    """Which pieces of a prefix are in the host tier or in storage. Each is looked up once.
 
     Args:
       index: of the host tier.

@@ -1,7 +1,7 @@
 """The end of every job, of any kind: counts and logs it, updates its circuit breaker and releases what it held.
 
 A planned job owns staging blocks, pins in the host tier and places in the swap pool, and holds them until it ends,
-whatever happens to its request. Copies of a job that timed out may still run. Until every worker has finished with it,
+even if its request ends before. Copies of a job that timed out may still run. Until every worker has finished with it,
 the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in quarantine
 (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """

@@ -82,8 +82,9 @@ class MatchState(enum.Enum):
 class Match:
     """The answer to a lookup. The chunks it promises are pinned until `OffloadScheduler.admit` or `release`.
 
-    ARRIVING means that the next chunk is being saved or read from storage, or that the staging buffer has no room for
-    the load. An engine that waits releases the request, runs others, and matches it again; the answer is ARRIVING until
+    ARRIVING means that the staging buffer has no room for the load, that the next chunk is being saved or read from
+    storage, that the checkpoint which the request needs is being saved or read, or that shared storage is being asked.
+    An engine that waits releases the request, runs others, and matches it again; the answer is ARRIVING until
     `until_s` at most, unless by then the request waits for something else. An engine that does not wait takes what is
     promised now, which may be nothing.
 

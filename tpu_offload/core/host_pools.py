@@ -172,7 +172,7 @@ class SegmentMoves:
         return report.division_id == self._id
 
     def reconsider(self) -> None:
-        """What the workers have has changed: the next plan considers a move, whatever else is as before."""
+        """What the workers have has changed: the next plan considers a move, even if nothing else has."""
         self._seen = None
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:
@@ -231,7 +231,12 @@ class SegmentMoves:
         if all(is_vacated):
             self._change()
         elif self._gives_up_at_s is not None and now_s >= self._gives_up_at_s:
-            _logger.info("the host tier stays as it is: some of the memory that was to move is in use all the time")
+            _logger.info(
+                "gave up moving %d segments of the host tier: some of their slots stayed in use for %g s; a later move "
+                "may succeed",
+                sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True)),
+                self._patience_s,
+            )
             self._goal = self._limits
             self.reconsider()
             self._on_change()

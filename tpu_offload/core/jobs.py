@@ -52,7 +52,7 @@ class Job:
       deadline_s: time after which it counts as failed.
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
-      all_failed: all of its blocks count as failed, whatever the workers report; `error` says why.
+      all_failed: all of its blocks count as failed, even if the workers report success; `error` says why.
       failed_blocks: positions of the blocks that some worker did not copy, where that is known.
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
@@ -147,12 +147,12 @@ class Job:
         return "its blocks were not loaded" if self.direction is Direction.LOAD else "its blocks are not published"
 
     def mark_failed(self, why: str) -> None:
-        """All of it fails, whatever the workers report."""
+        """All of it fails, even if the workers report success."""
         self.all_failed = True
         self.error = self.error or why
 
     def make_void(self, why: str) -> None:
-        """The cache was reset: all of it fails, and nobody is to blame."""
+        """The cache was reset: all of it fails, and does not count as a failed copy."""
         self.is_void = True
         self.mark_failed(why)
 
@@ -384,7 +384,7 @@ class JobTable:
           worker_id: the worker.
           oldest_job_id: see `StepReport`.
           why: for the log.
-          but: jobs of storage that it still runs, whatever their ids are.
+          but: jobs of storage that it still runs, with any ids.
         Returns:
           How many jobs failed: those that it had not reported and that no other worker still runs.
         """

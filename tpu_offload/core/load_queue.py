@@ -83,7 +83,7 @@ class LoadQueue:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
-        num_pieces = 1 + self._num_unstaged_groups  # the row of a state may take a step of its own
+        num_pieces = 1 + self._num_unstaged_groups  # the row of a state may need a step of its own
         if at_a_time := load.num_staging_blocks or self._max_blocks_per_step:
             num_pieces += (load.num_staged_blocks - 1) // at_a_time
         job = self._jobs.plan(

@@ -345,12 +345,12 @@ class SavePlanner:
             return 0
         backs_off = request.backoff_until_s and self._backoff.now_s() < request.backoff_until_s
         if (not room or backs_off) and request.num_deferred_chunks and request.num_tried_chunks == num_chunks:
-            return 0  # nothing new, and still no room or a chunk that backs off: waiting costs no more than this
+            return 0  # nothing new, and still no room or a chunk that backs off: the fast path while it waits
         first = request.num_saved_chunks
         if first and keys[first - 1] not in self._index:
             first = self._num_still_saved(keys, first)
         if first < request.num_gone_chunks:
-            return 0  # the chunks before it are nowhere: no lookup could reach it
+            return 0  # its prefix is neither in HBM nor in the host tier: no lookup could reach it
         copyable = self._backoff.copyable_end(keys, first, num_chunks)
         request.backoff_until_s = self._backoff.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)

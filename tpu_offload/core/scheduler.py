@@ -23,8 +23,9 @@ A save that found no room, or was lost after it finished, is retried in a later 
 have nothing new.
 
 A job's resources (staging blocks, pins, swap pool blocks) are released in one place (`core.completion`), once: when it
-ends, whatever happened to the request. A job that timed out keeps its staging blocks and the host memory that it
-writes until every worker has finished with it, because bytes may still be moving. A circuit breaker suspends copies
+ends, whatever happened to the request. What a load holds before it is a job is released by `core.loading` while it is a
+promise, and by `core.transfers` while it waits. A job that timed out keeps its staging blocks and the host memory that
+it writes until every worker has finished with it, because bytes may still be moving. A circuit breaker suspends copies
 that keep failing (`core.breaker`), and chunks that keep failing back off (`core.chunk_backoff`); the engine computes
 what it would have loaded.
 
@@ -347,7 +348,7 @@ class OffloadScheduler:
             request.can_save = former is None or former.can_save
 
     def finish(self, request_id: Given[str]) -> None:
-        """A request ended, in whatever state, swapped out included. Unknown requests are fine."""
+        """A request ended, in any state, swapped out included. Unknown requests are fine."""
         check_request(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self._loads.count_lookup(request)

@@ -23,7 +23,7 @@ class AdmissionFilter:
 
     Args:
       admission: the setting.
-      num_chunks: capacity of storage. Of about ten times as many uses, none is forgotten.
+      num_chunks: capacity of storage. The counts cover about the last ten times as many uses.
     """
 
     def __init__(self, admission: StorageAdmission, num_chunks: int) -> None:

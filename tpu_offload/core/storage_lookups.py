@@ -13,7 +13,7 @@ An answer is a hint. It makes a chunk known until its first failed read, and mis
 - A request asks at most once for each of its chunks, and only while it may still wait.
 - Requests with a common prefix ask once: a prefix is known by its first key, and keys are chained, so that one key in
   common is all keys before it in common.
-- While a lookup is late, nobody waits or asks. It has a deadline, and lookups have a circuit breaker: a server that
+- While a lookup is late, no request waits or asks. It has a deadline, and lookups have a circuit breaker: a server that
   is frozen or dead costs a few short waits, then none until one lookup has succeeded.
 - Keys in flight and all tables are bounded. What does not fit is computed.
 
@@ -94,13 +94,13 @@ class LookupPlanner:
         self._is_enabled = self._wait_s > 0 and not self._was_reset
 
     def reset(self) -> None:
-        """The keys have changed: nobody else has stored any of them."""
+        """The keys have changed: no other engine has stored any of them."""
         self._was_reset, self._is_enabled = True, False
         self._drop_wanted()
         self._missing.clear()
 
     def ask(self, request: RequestState) -> None:
-        """Decides whether the request waits for a lookup, after a match, and has storage asked if nobody has.
+        """Decides, after a match, whether the request waits for a lookup; asks storage, unless it did before.
 
         Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
         """

@@ -12,7 +12,7 @@ planning of its write until every worker has deleted it, so no private tier ever
 A reset clears storage: until every worker has reported that, durably, nothing is written and nothing is found. If all
 processes die before, what was stored before the reset is found again by a process whose fingerprint is the same, that
 is, one with the weights that it was computed with. What was saved after a reset is never found by another process: its
-keys are of another namespace (`request_table.KeySpace`), since nobody knows which weights it was computed with.
+keys are of another namespace (`request_table.KeySpace`), since it is not known which weights it was computed with.
 """
 
 import dataclasses

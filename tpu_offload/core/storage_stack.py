@@ -4,10 +4,10 @@ All copies are between the host tier and one storage tier; nothing is copied fro
 planner decides on its own what its tier takes, evicts and gives back, with breakers, bounds and deadlines of its own.
 So a tier that is dead, frozen or full changes nothing for the others.
 
-What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now, those whose
-reads hang last. It reads the run of chunks that it has; the next run may come from another one. What has come from a
-far tier is offered to the nearer ones, as if it had been saved. A request waits once for all of them. Of several shared
-tiers only the nearest is asked what other engines have stored.
+What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now; tiers whose
+reads hang are tried last. The tier reads the run of chunks that it has; the next run may come from another one. What
+has come from a far tier is offered to the nearer ones, as if it had been saved. A request waits once for all of them.
+Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
 import dataclasses

@@ -183,7 +183,7 @@ class StoredRecords:
 
     @property
     def max_read(self) -> int:
-        """The most that may be read at a time, whatever is written: at least half of what may be in flight."""
+        """The most that may be read at a time, beside what is written: at least half of what may be in flight."""
         return self.max_in_flight - self.max_in_flight // 2
 
     @property

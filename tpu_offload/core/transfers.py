@@ -338,6 +338,6 @@ class Transfers:
 
 
 def _blocks_per_group(job: Job | WaitingLoad) -> int:
-    """Blocks of each layer group: all groups have the same number, for the same tokens."""
+    """Blocks of each group with full attention: these come first, and have the same number, for the same tokens."""
     parts = job.wire.parts if isinstance(job, Job) else job.parts
     return len(parts[0].block_ids)

@@ -79,7 +79,7 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blo
 
 
 def has_setup(report: Any) -> bool:
-    """Whether a report has a valid `WorkerSetup`, whatever else is wrong with it."""
+    """Whether a report has a valid `WorkerSetup`, even if the rest is invalid."""
     if type(report) is not StepReport:
         return False
     try:

@@ -147,7 +147,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _read(cache: jax.Array, row: jax.Array) -> jax.Array:
-    """One row; zeros for the null block, whatever that contains."""
+    """One row; zeros in place of what the null block contains."""
     return jnp.where(row == NULL_BLOCK, 0, lax.dynamic_index_in_dim(cache, row, keepdims=False)).astype(cache.dtype)
 
 

@@ -191,7 +191,7 @@ class Offloading:
         return swapped
 
     def abandon(self, sequence: Sequence) -> None:
-        """The sequence's blocks are lost: it is recomputed, whatever its phase."""
+        """The sequence's blocks are lost: it is recomputed, in any phase."""
         self._watched.discard(sequence)
         if sequence.phase is Phase.RETURNING:
             # Not swapped in again: that may be the very copy that destroyed the caches.

@@ -9,7 +9,7 @@ from tpu_offload import RequestError, RequestLimits
 _MAX_FLOAT = 3.4e38  # of float32, in which the device divides by temperatures
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen. A token depends on the seed, its position and the logits, on nothing else.
 
@@ -47,7 +47,7 @@ class SamplingParams:
             raise ValueError(f"n={self.n}; expected at least 1")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A prompt and how to continue it.
 
@@ -113,7 +113,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # it could never be served; see RequestOutput.error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokens:
     """Where the KV of prompt tokens came from. A prompt served again after a preemption counts again.
 
@@ -128,7 +128,7 @@ class PromptTokens:
     host: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
     """Statistics of one request; times are by the engine's clock.
 
@@ -159,7 +159,7 @@ class RequestStats:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """The output of one step for one sample of a request.
 

@@ -12,7 +12,7 @@ every other.
 
 `num_computed_tokens` includes what the steps dispatched so far compute. If a sequence is preempted while its step is in
 flight, that step reads and writes its blocks in program order before they are copied out or granted again, and its
-sampled token is appended when it arrives, in whatever phase the sequence is then.
+sampled token is appended when it arrives, in any phase of the sequence.
 
 This file is long because it is the whole of the schedule: what a step computes, who is preempted, who returns.
 """

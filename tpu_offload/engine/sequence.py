@@ -176,14 +176,16 @@ class Sequence:
 
     def output(self) -> RequestOutput:
         """The output while it is unfinished."""
-        return RequestOutput(self.request_id, self.output_tokens, index=self.index, logprobs=tuple(self.logprobs))
+        return RequestOutput(
+            request_id=self.request_id, tokens=self.output_tokens, index=self.index, logprobs=tuple(self.logprobs)
+        )
 
     def final_output(self, reason: FinishReason, *, now_s: float, error: str = "") -> RequestOutput:
         """The output at its end."""
         stats = RequestStats(
-            self.arrival_s,
-            self.first_token_s,
-            now_s,
+            arrival_s=self.arrival_s,
+            first_token_s=self.first_token_s,
+            finish_s=now_s,
             prompt_tokens=self.prompt_tokens,
             num_preemptions=self.num_preemptions,
             num_swaps=self.num_swaps,

@@ -1,6 +1,6 @@
 """The direct path: one program moves blocks between the caches and the host pool, in device order.
 
-It needs about one block of HBM whatever the size of the job, but programs of a device run one after another, so the
+It needs about one block of HBM for a job of any size, but programs of a device run one after another, so the
 next step waits for it. (The staged path makes the opposite trade.) What limits direct copies is therefore not HBM but
 how long a step may wait: the worker's load backlog bounds that.
 """

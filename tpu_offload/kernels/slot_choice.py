@@ -78,7 +78,7 @@ def make_slot_copiers(
         except CompileError as e:  # for the full size; what was tried is smaller
             _logger.warning(_CANNOT, path.path.value, e)
             continue
-        _logger.info("chunks go to and from storage by the %s path; there and back: %s", path.path.value, times)
+        _logger.info("storage copies use the %s path; measured times of a round trip: %s", path.path.value, times)
         return copiers
     raise ConfigError(
         f"TPU_OFFLOAD_STORAGE_COPY_PATH={wanted.value}: no such path copies chunks of the host tier on this device, "

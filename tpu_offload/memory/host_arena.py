@@ -50,7 +50,7 @@ def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> t
 
 
 def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
-    """Splits the pool on hosts that run the same programs: equal segments everywhere, whatever memory a host has.
+    """Splits the pool on hosts that run the same programs: equal segments on all hosts, even if one has less memory.
 
     The segment size is that of the full pool; a host with less memory has fewer segments.
 
@@ -296,7 +296,7 @@ def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: 
     try:
         rebuilt[segment_id] = [pinned_zeros(struct) for struct in structs]
     except (MemoryError, RuntimeError) as e:
-        _logger.error("host pool: segment %d could not be allocated again (%s)", segment_id, e)
+        _logger.error("host pool: segment %d could not be allocated again (%s); the pool is one smaller", segment_id, e)
 
 
 def _end(threads: list[threading.Thread], stop: threading.Event, segments: list[Segment]) -> None:

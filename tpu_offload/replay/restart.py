@@ -35,7 +35,7 @@ def serve_and_restart(
       setup: workload and sizes, with a storage tier.
       start: called with the name of each run; returns a function to call after each of its requests.
       stop: called before each step; True ends the run.
-      hosts: the processes that run the model in all runs. They go on; their workers and caches are made anew.
+      hosts: the processes that run the model in all runs. They keep running, with new workers and caches.
     """
     stored: set[BlockHash] = set()
 

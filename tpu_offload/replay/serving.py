@@ -73,7 +73,9 @@ class _Session:
         turn = self._conversation.turns[self._num_answered]
         self._history += turn.tokens
         request_id = f"{self._conversation.name}/{self._num_answered}"
-        return Request(request_id, self._history, self._sampling(request_id, turn.max_tokens))
+        return Request(
+            request_id=request_id, prompt_tokens=self._history, sampling=self._sampling(request_id, turn.max_tokens)
+        )
 
     def answer(self, tokens: tuple[int, ...]) -> None:
         given = self._conversation.turns[self._num_answered].answer

@@ -5,8 +5,8 @@ A trace file has one JSON object per line, in the format of the Mooncake traces:
 prefix. In some files ids stand for the tokens of a block alone, so blocks are always numbered by their place in the
 tree of all prompts: the same id after a different prefix is a different block.
 
-Several files are services that run side by side: each starts at its own time 0, and they share no blocks, whatever
-their ids.
+Several files are services that run side by side: each starts at its own time 0, and they share no blocks, even
+if their ids are the same.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class StorageTier(abc.ABC):
     while calls keep failing, they are suspended for increasing intervals.
 
     Attributes:
-      is_shared: other processes write to it too, so that it may hold keys which nobody in this process has written. It
+      is_shared: other processes write to it too, so that it may hold keys that were not written by this process. It
         is asked with `find` what it has; a private tier lists it with `stored_keys`, once.
       generation: the header of every record carries the generation of its writing, and a record of another generation
         is not used. A tier that cannot erase everything durably in one step changes it in `clear`, to a number that was

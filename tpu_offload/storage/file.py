@@ -318,8 +318,8 @@ class _Directory:
         found = header.worker_id, header.record_nbytes, header.fingerprint
         if found != (spec.worker_id, spec.record_nbytes, spec.fingerprint):
             _logger.warning(
-                "storage directory %s: what another model, or other settings, left there is dropped; models that take "
-                "turns need a directory each",
+                "storage directory %s: the records of another model or other settings are discarded; use one directory "
+                "per model",
                 self._directory,
             )
             return 0

@@ -257,7 +257,7 @@ def _generation(header: DirectoryHeader, number: int) -> Generation:
 
 
 def _lock_holder(worker: Path) -> str | None:
-    """Who has locked the directory; None if nobody.
+    """Which process has locked the directory; None if none has.
 
     It takes the lock for an instant. An engine that starts then tries again.
     """

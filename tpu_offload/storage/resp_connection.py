@@ -156,7 +156,7 @@ class Connection:
                 raise _unexpected(self._line(answer[:num_received], until_s)[0])
 
     def is_quiet(self) -> bool:
-        """Whether the server has neither closed the connection nor sent what nobody has asked for."""
+        """Whether the server has neither closed the connection nor sent an answer without a request."""
         self._socket.setblocking(False)
         try:
             self._socket.recv(1, socket.MSG_PEEK)

@@ -95,7 +95,7 @@ class UrlOptions:
             raise self.error(name, value, f"a file that can be read ({one_line(e)})") from None
 
     def end(self) -> None:
-        """Refuses options that nobody has asked for."""
+        """Refuses options that were not read."""
         for name in self._given:
             near = difflib.get_close_matches(name, self._known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."

@@ -126,7 +126,7 @@ class ValkeyTier(StorageTier):
         """Logs that the server does not answer; raises ConfigError if it has refused."""
         if any(sign in str(error) for sign in _UNABLE):
             _logger.warning(
-                "storage tier: %s stores nothing now (%s); it is used once it can", self._where, reason(error)
+                "storage tier: %s accepts no records now (%s); it is used once it does", self._where, reason(error)
             )
             return
         if not any(sign in str(error) for sign in _UNREACHABLE):
@@ -218,10 +218,10 @@ class ValkeyTier(StorageTier):
     def _agree(self, ours: str, is_published: bool) -> str:
         client = self._askers
         found = client.get(self._marker) if is_published else None
-        if is_published and found is None:  # nobody has been here, or the server has lost it
+        if is_published and found is None:  # no engine has set a generation, or the server has lost it
             ours = ours or new_generation()
             client.set(self._marker, ours, conditional_set=ConditionalChange.ONLY_IF_DOES_NOT_EXIST)
-            found = client.get(self._marker)  # of whoever was first
+            found = client.get(self._marker)  # another engine may have been first
         theirs = (found or b"").decode("ascii", "replace")
         if len(theirs) == len(new_generation()) and theirs.isalnum() and theirs not in self._left:
             return theirs

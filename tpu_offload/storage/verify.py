@@ -43,7 +43,7 @@ class Verdict(enum.Enum):
 
     @property
     def is_damage(self) -> bool:
-        """Whether somebody has to look at it."""
+        """Whether a person has to look at it."""
         return self in (Verdict.DAMAGED, Verdict.MISPLACED, Verdict.UNREADABLE)
 
 

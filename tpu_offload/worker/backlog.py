@@ -6,7 +6,7 @@ step. Of these the oldest load gets half, so that it ends; the others share the 
 small load does not wait for a large one; what they leave goes to the oldest. Urgent loads, which the coming step reads,
 are dispatched first and whole; the others get the rest of the limit, and at least a quarter of it.
 
-A row of states takes as long as many blocks and counts as that many. It is copied whole: where the rest of a step is
+A row of states counts as the blocks that take as long to copy. It is copied whole: where the rest of a step is
 too short for it, it waits for the next one, in which it is the first of the oldest load, whatever the limit. In staged
 loads rows count nothing, because they are not staged: a row goes with the last block. The pieces depend on plans and
 counts only, so hosts that share one model choose the same ones.

@@ -86,7 +86,11 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
             segments.num_segments, chunk_nbytes=nbytes, fraction=fraction, available=available, what="segments"
         )
         if num_segments < 2:
-            _logger.warning("host memory for %d segments, of chunks and of states; nothing is offloaded", num_segments)
+            _logger.warning(
+                "host memory for %d segments; expected at least 2, for chunks and for states: nothing is offloaded; "
+                "free host memory, raise TPU_OFFLOAD_HOST_GB or lower TPU_OFFLOAD_HOST_SEGMENT_GB",
+                num_segments,
+            )
             return HostPlan()
         pools = (segments.segment_chunks, segments.segment_states)
         chunks, states = (

@@ -115,4 +115,4 @@ class PlanGate:
         if (
             self._num_ignored.bit_count() == 1
         ):  # 1, 2, 4, 8, ...: a transport that duplicates plans must not fill the log
-            _logger.warning("plan %d %s: ignored (%d so far)", plan.step_id, why, self._num_ignored)
+            _logger.warning("ignored plan %d, which %s (%d ignored so far)", plan.step_id, why, self._num_ignored)

@@ -1,6 +1,6 @@
 """How much of the staging buffer the copies of one worker hold, and how much more they may take.
 
-A staging block counts as one whatever its layer group, as in the scheduler's budget. The page groups of a layer group
+A staging block counts as one in every layer group, as in the scheduler's budget. The page groups of a layer group
 stage the same blocks, each its share of the bytes: what counts is the page group that holds most. The scheduler plans
 within the budget; how a load is cut into pieces within its reservation is decided here.
 

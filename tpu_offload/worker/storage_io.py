@@ -41,7 +41,7 @@ _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 class StorageCopies:
     """Owns one storage tier of one process. All methods are called by the thread that dispatches the model.
 
-    A slot whose copy fails is reported as a failed chunk of its job, whatever is in it.
+    A slot whose copy fails is reported as a failed chunk of its job; its contents are undefined.
 
     Args:
       tier: the tier, which the caller closes only if this raises.
@@ -169,7 +169,7 @@ class StorageCopies:
         have_ended = [threads.join(until_s) for threads in self._threads()]
         if not all(have_ended):
             _logger.error(
-                "storage tier %s hangs: closed without waiting for its I/O threads; it was not closed itself",
+                "storage tier %s does not respond: its I/O threads were abandoned, and the tier was left open",
                 self._label,
             )
             return

@@ -90,7 +90,7 @@ class TierCopies:
         self._lockstep = self.pools.lockstep
         self._step_id = -1  # rises with every `begin` and `resume`
         self._num_ranks = layout.num_ranks
-        # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, whosever it is.
+        # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, of any group.
         self._pool_of = layout.first_with_arrays
         self._groups_share_pools = any(first != group_id for group_id, first in enumerate(self._pool_of))
         staging_blocks = config.staging_blocks(layout)

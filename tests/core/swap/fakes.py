@@ -24,8 +24,8 @@ from tpu_offload.types import BlockHash, Direction, JobKind
 
 FULL = LAYOUT.groups[0]
 WINDOW = LayerGroup.uniform(LayerGroupKind.SLIDING_WINDOW, (2,), (4, 2, 2, 8), "bfloat16", window=8)
-HYBRID = KVLayout(BLOCK_SIZE, (FULL, WINDOW))
-WINDOWS_ONLY = KVLayout(BLOCK_SIZE, (WINDOW,))
+HYBRID = KVLayout(block_size=BLOCK_SIZE, groups=(FULL, WINDOW))
+WINDOWS_ONLY = KVLayout(block_size=BLOCK_SIZE, groups=(WINDOW,))
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 

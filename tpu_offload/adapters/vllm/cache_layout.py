@@ -43,7 +43,7 @@ def describe_caches(runner: Any) -> KVLayout:
 def _stage_layers(runner: Any) -> str:
     """Which layers of the model a pipeline stage has; empty without stages.
 
-    Not from its arrays: tpu-inference gives several stages the same number of them, whatever layers they have.
+    Not from its arrays: tpu-inference gives several stages the same number of them, though they have different layers.
     """
     from vllm.distributed.utils import get_pp_indices
 

@@ -12,6 +12,7 @@ vLLM's calls and the library's:
     build_connector_meta            preempt or release what was not admitted, plan_step, take_update
     update_connector_output         apply; rollback of requests with invalid blocks; failed loads by request
     request_finished (_all_groups)  finish
+    get_finished_count              (how many workers report each load)
     has_pending_push_work           has_jobs: vLLM goes on with steps until copies have ended, or hang
     reset_cache, take_events        reset, take_events
     get_kv_connector_stats          stats
@@ -20,8 +21,11 @@ vLLM's calls and the library's:
     register_runner                 (constructor)
     bind_connector_metadata         (receives the plan; reports loads that it cancels as failed)
     start_load_kv                   begin_step, resume_loads
+    wait_for_layer_load             (nothing: program order on the device makes a layer wait for its load)
+    save_kv_layer                   (nothing: wait_for_save saves all layers at once)
     wait_for_save                   end_step
-    get_transfer_results            poll, take_written_loads; failed loads by request
+    get_finished                    poll, take_written_loads
+    get_transfer_results            the same, and failed loads by request
     build_connector_worker_meta     (returns the reports since the last call)
     get_block_ids_with_load_errors  (invalid blocks of failed loads)
     shutdown                        close
@@ -161,7 +165,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMessages:
         """See the base class."""
-        return PlanMessages([self.scheduler_side.plan(scheduler_output)])
+        return PlanMessages(requests_meta=[self.scheduler_side.plan(scheduler_output)])
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See the base class."""

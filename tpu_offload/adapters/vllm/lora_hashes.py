@@ -1,7 +1,8 @@
 """Block hashes that tell what a LoRA adapter is, not only what it is called.
 
 vLLM's hashes cover the name and the path of an adapter. Storage outlives the engine, and what is at a path may have
-been trained anew. So with storage, the hashes of requests with an adapter have a few bytes more: a digest of its files.
+been trained again. So with storage, the hashes of requests with an adapter have a few more bytes: a digest of its
+files.
 
 Files that change while the engine runs say nothing of the adapter that it has loaded, nor does the name of an adapter
 on a hub. Then these bytes are random: this engine finds what it has saved, and no other does.

@@ -9,7 +9,7 @@ from tpu_offload import KVLayout, StepPlan, StepReport
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KnownTokens:
     """Generated tokens of a request as vLLM has them; their KV may be saved from this step on.
 
@@ -25,7 +25,7 @@ class KnownTokens:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanMessage:
     """One step's plan, of one scheduler.
 
@@ -54,7 +54,7 @@ class PlanMessage:
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanMessages(KVConnectorMetadata):
     """The plans of one step: one, or with data-parallel ranks one of each, in their order.
 
@@ -68,7 +68,7 @@ class PlanMessages(KVConnectorMetadata):
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportMessage:
     """The report of one worker to one scheduler side after a step or, merged, of several workers.
 
@@ -92,17 +92,17 @@ class ReportMessage:
     def merged(self, other: "ReportMessage") -> "ReportMessage":
         """One message for two of one step."""
         return ReportMessage(
-            self.reports + other.reports,
-            self.layouts + other.layouts,
-            self.tainted + other.tainted,
-            self.needs_reset or other.needs_reset,
-            self.computed_on_invalid or other.computed_on_invalid,
-            self.timed_step_id if other.timed_step_id is None else other.timed_step_id,
+            reports=self.reports + other.reports,
+            layouts=self.layouts + other.layouts,
+            tainted=self.tainted + other.tainted,
+            needs_reset=self.needs_reset or other.needs_reset,
+            computed_on_invalid=self.computed_on_invalid or other.computed_on_invalid,
+            timed_step_id=self.timed_step_id if other.timed_step_id is None else other.timed_step_id,
         )
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportMessages(KVConnectorWorkerMetadata):
     """The reports after a step. vLLM gives all of them to every rank, and each scheduler side takes its own.
 
@@ -119,4 +119,4 @@ class ReportMessages(KVConnectorWorkerMetadata):
         for scheduler_id, message in other.of_schedulers.items():
             mine = merged.get(scheduler_id)
             merged[scheduler_id] = message if mine is None else mine.merged(message)
-        return ReportMessages(merged)
+        return ReportMessages(of_schedulers=merged)

@@ -140,7 +140,9 @@ class Offers:
         if num_tokens > entry.num_sent_tokens:
             first, entry.num_sent_tokens = entry.num_sent_tokens, num_tokens
             self._known_tokens.append(
-                KnownTokens(request.request_id, first, tuple(request.all_token_ids[first:num_tokens]))
+                KnownTokens(
+                    request_id=request.request_id, first=first, token_ids=tuple(request.all_token_ids[first:num_tokens])
+                )
             )
         return ScheduledRequest(
             request_id=request.request_id,

@@ -101,11 +101,11 @@ class PrefillTimes:
           Work of this step and of those before it, and the seconds that all of them took; None as long as there is more
           to measure together, or nothing.
         """
-        if step_id not in self._begun:  # told twice
+        if step_id not in self._begun:  # reported twice
             return None
         is_next = next(iter(self._begun)) == step_id
         while next(iter(self._begun)) != step_id:
-            del self._begun[next(iter(self._begun))]  # nobody has told of their ends
+            del self._begun[next(iter(self._begun))]  # their ends were never reported
         start_s, work = self._begun.pop(step_id)
         last_s, self._end_s = self._end_s, self._clock()
         if work is not None and is_next:

@@ -43,7 +43,7 @@ class RankMessages:
             for job_id in message.background_job_ids
         }
         return PlanMessage(
-            plan,
+            plan=plan,
             idle=all(message.idle for message in messages),
             invalid_block_ids=frozenset().union(*(message.invalid_block_ids for message in messages)),
             known_tokens=tuple(known for message in messages for known in message.known_tokens),

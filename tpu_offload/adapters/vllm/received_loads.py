@@ -41,7 +41,7 @@ class ReceivedLoads:
 
     def _reset_prefix_cache(self) -> bool:
         waiting = [request for request in self._holding() if any(self._manager.get_block_ids(request.request_id))]
-        # All or none: one without blocks is before those that hold some, and might wait for them for ever.
+        # All or none: one without blocks is queued before those that hold some, and might never get theirs.
         if all(map(self._may_free, waiting)):
             for request in waiting:  # vLLM looks each of them up again
                 self._manager.free(request)

@@ -176,8 +176,9 @@ class SchedulerSide:
 
         Returns:
           The tokens past `num_computed_tokens` that are in the host tier, and whether they are loaded asynchronously.
-          None instead of a number: ask again in the next step, because the next chunk is being saved, or the staging
-          buffer has no room for the load.
+          None instead of a number: ask again in the next step. The answer of the library is ARRIVING (`MatchState`),
+          the request is to be queued behind others, the blocks that it asks for are being loaded for another request,
+          or the workers have not reported yet what their storage tiers have.
         """
         request_id = request.request_id
         if self._deactivate(request_id) and self._offload is not None:
@@ -196,14 +197,14 @@ class SchedulerSide:
         if self._awaits_stored_chunks:
             return None, False
         if request_id in self._to_requeue:
-            # It has lost its blocks, and vLLM looks at no request behind it until it fits. That is never if those hold
-            # what it needs, which is more than vLLM has reserved: to compute a prompt takes more blocks of windows than
-            # to load it. One that has to ask again is queued behind all that hold blocks.
+            # It has lost its blocks, and vLLM looks at no request behind it until it fits. It may never fit: computing
+            # a prompt takes more window blocks than vLLM has reserved for loading it, and those behind it may hold
+            # them. A request that has to ask again is queued behind all that hold blocks.
             self._to_requeue.discard(request_id)
             return None, False
         if self._offload is None or request_id in self._failed_loads:
             # A request that is to wait for a load has to fit into HBM beside what vLLM has reserved for all that have
-            # waited for one. That includes its own blocks, which it has lost, so it could be stuck for ever.
+            # waited for one. That includes its own blocks, which it has lost, so it might never fit.
             return 0, False
         if request.skip_reading_prefix_cache:
             limits = dataclasses.replace(limits or RequestLimits(), max_load_tokens=0)
@@ -290,8 +291,8 @@ class SchedulerSide:
                     self._stop_saving(request_id)
                 self._offers.remove(request_id)
         message = PlanMessage(
-            StepPlan(step_id=0),
-            idle,
+            plan=StepPlan(step_id=0),
+            idle=idle,
             invalid_block_ids=self._rollback.begin_step(),
             tainted=self._tainted.request_ids,
             finished_req_ids=frozenset(output.finished_req_ids),

@@ -106,7 +106,7 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
     if num_stages(vllm_config) > 1:
         yield from _problems_of_stages(vllm_config, num_groups=num_groups, config=config)
     if vllm_config.model_config.runner_type == "pooling":
-        # So no load that failed would be known, and the answer would be computed on whatever is in its blocks.
+        # So no load that failed would be known, and the answer would be computed on undefined blocks.
         yield (
             "a pooling model: tpu-inference 0.32 drops what the connector reports with a step that pools; run this "
             "model without the connector"
@@ -297,7 +297,7 @@ def _problem_of_distant_stages() -> str:
     if envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         return (
             "tpu-inference 0.32 does not tell a stage on which host the one before it is, so it waits for activations "
-            "for ever, with or without a connector"
+            "forever, with or without a connector"
         )
     return (
         "with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 only the output of the last stage reaches the engine, so what the "
@@ -324,7 +324,7 @@ def count_workers(vllm_config: "VllmConfig") -> int:
     """For a scheduler, the processes that hold a part of the caches: one per host, or one per pipeline stage.
 
     Raises:
-      ConfigError: as `count_hosts`; or the scheduler is that of a rank in an engine whose processes nobody has counted.
+      ConfigError: as `count_hosts`; or the scheduler is that of a rank in an engine whose processes were not counted.
     """
     if count_ranks(vllm_config) == 1 or not has_several_workers(vllm_config):
         return count_hosts() * num_stages(vllm_config)

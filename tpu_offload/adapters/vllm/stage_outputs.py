@@ -6,7 +6,7 @@ saves would never be acknowledged, and loads never reported. `StageOutputs` keep
 where vLLM's `KVOutputAggregator` joins it with those of the other stages.
 
 In a step without one (nothing to compute while copies or loads are in flight), every stage reports. But each stage
-after the first asks its predecessor for activations that this never sends, and the request stays pending for ever.
+after the first asks its predecessor for activations that this never sends, and the request stays pending forever.
 `StageOutputs` has it ask for nothing.
 
 docs/upstream has the changes to tpu-inference that make this unnecessary. With them, it changes nothing.

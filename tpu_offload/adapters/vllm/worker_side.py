@@ -77,7 +77,7 @@ class WorkerSide:
         self._structure = jax.tree.structure(())  # of the runner's caches
         self._tokens: RunnerTokens | None = None
         self._stage: StageOutputs | None = None  # only of a pipeline stage
-        self._message = PlanMessage(StepPlan(step_id=0), idle=False)
+        self._message = PlanMessage(plan=StepPlan(step_id=0), idle=False)
         self._plan = StepPlan(step_id=0)
         self._idle = False
         # Loads in flight that have not been reported to vLLM, and those that have been, whose result is outstanding.
@@ -87,7 +87,7 @@ class WorkerSide:
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._invalid_block_ids: set[int] = set()
-        self._has_groups = False  # several KV cache groups: vLLM cannot compute requests anew in new caches
+        self._has_groups = False  # several KV cache groups: vLLM cannot compute requests again in new caches
         # vLLM takes failed loads by request, not by block: ids of blocks are not unique among groups or ranks.
         self._fails_by_request = False
         self._ranks: RankMessages | None = None  # None with one rank
@@ -275,14 +275,14 @@ class WorkerSide:
         if self._ranks is not None:
             of_ranks = self._ranks.split(reports)
         return ReportMessages(
-            {
+            of_schedulers={
                 scheduler_id: ReportMessage(
-                    own,
-                    layouts,
-                    tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
-                    needs_reset,
-                    computed,
-                    timed_step_id,
+                    reports=own,
+                    layouts=layouts,
+                    tainted=tuple((t.request_id, t.block_ids) for t in tainted if t.rank in (rank, None)),
+                    needs_reset=needs_reset,
+                    computed_on_invalid=computed,
+                    timed_step_id=timed_step_id,
                 )
                 for rank, (scheduler_id, own) in enumerate(zip(self._scheduler_ids, of_ranks, strict=True))
             }
@@ -355,7 +355,7 @@ class WorkerSide:
             if self._has_groups:
                 raise CachesLostError(
                     f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests "
-                    "anew in new caches: restart the engine"
+                    "again in new caches: restart the engine"
                 ) from e
             _logger.error("tpu_offload: %s. New caches are made, and all blocks are reported to vLLM as invalid", e)
             runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
@@ -411,7 +411,7 @@ class WorkerSide:
         if self._has_groups:
             raise CachesLostError(
                 f"tpu_offload: the load of request {job.request_id!r:.100} failed after it was used: {error}. The "
-                "model has several KV cache groups, for which vLLM cannot compute requests anew: restart the engine"
+                "model has several KV cache groups, for which vLLM cannot compute requests again: restart the engine"
             )
         _logger.error(
             "tpu_offload: the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "

@@ -5,7 +5,7 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
   slots.py        which slots are free, and which must not be handed out
   prefix_tree.py  resident chunks by key and by slot, and which chunk follows which
   lookup.py       where a prefix ends in the tree, without a look at each chunk
-  states.py       which chunks are not READY yet or no longer, and which are pinned
+  chunk_states.py which chunks are not READY yet or no longer, and which are pinned
   eviction.py     what a policy sees of the tree, and evicts from it
   checkpoints.py  the boundaries where a request can go on
   pieces.py       window chunks and states that these are made of, and the slots that they share

@@ -203,7 +203,7 @@ class CheckpointTable:
         return None if slots is None else Checkpoint(keys[end - 1], tuple(slots), self.num_pieces(end))
 
     def _mended(self, lost: Checkpoint, keys: Sequence[ChunkKey], end: int) -> Checkpoint | None:
-        """What takes the place of a checkpoint with lost pieces: one of the pieces that were saved anew since.
+        """What takes the place of a checkpoint with lost pieces: one of the pieces that were saved again since.
 
         None, and it is dropped, unless all are READY: what is left of it covers no other boundary.
         """
@@ -540,7 +540,7 @@ class CheckpointTable:
     ) -> list[int | None]:
         """The slots of the pieces of a boundary that other checkpoints have; None for those to be saved."""
         is_next = before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before)
-        if before is None or not is_next or self._pieces.are_lost(before.slots):  # they may have been saved anew
+        if before is None or not is_next or self._pieces.are_lost(before.slots):  # they may have been saved again
             return self._pieces.known_slots(keys, end)
         known: list[int | None] = []
         first = 0

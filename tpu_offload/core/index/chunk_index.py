@@ -442,7 +442,7 @@ class ChunkIndex:
         return invalidated
 
     def clear(self) -> None:
-        """Invalidates every READY chunk. O(chunks that pins cover or that are not READY), whatever else is resident.
+        """Invalidates every READY chunk. O(chunks that pins cover or that are not READY), however many are resident.
 
         All slots but those of these chunks are free at once, and low ones are handed out first again.
         """
@@ -608,7 +608,7 @@ class ChunkIndex:
     def _take_back(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The policy raised when chunks were inserted: no job will write them, so they are not resident.
 
-        What the policy has recorded of them is its own affair: it is told of those that it accepted.
+        The policy is told of those that it accepted; what it has recorded of the others is left to it.
         """
         for key, slot in reversed(list(zip(keys, slots, strict=True))):
             parent = self._tree.remove(key)[1] if self._tree.slot_of.get(key) == slot else None

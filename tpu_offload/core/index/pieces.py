@@ -2,7 +2,7 @@
 
 Checkpoints of near boundaries share window chunks. So pieces may cover a boundary for which no checkpoint was saved: a
 prompt shorter than the window can continue at each of its boundaries, not only at its last one. Lookups find those,
-too, so they find exactly what a reader of the tier's events does who knows which pieces are there, and nothing else.
+too, so they agree with a router that follows the tier's events.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -150,7 +150,7 @@ class PieceTable:
         current = (name for name, slot in named if self._slot_of.get(name) == slot)  # else another slot has it, or none
         if success:
             self._note(current, found=True)
-        else:  # nothing finds them from now on, whatever still needs their slots
+        else:  # nothing finds them from now on, even if their slots are still needed
             for name in current:
                 del self._slot_of[name]
 

@@ -13,8 +13,8 @@ Moves cost entries, so memory stays where it is unless there is a reason:
   gets memory must still evict younger entries than the other, by a margin. It takes half of what would make both ages
   the same.
 - If only one has, it gets half of what the other has had free through the window, if that is more than a unit. Chunks
-  also give a unit if they have not been evicted for as many requests as states live: then they live longer. The reverse
-  does not hold: states are evicted with their chunks, so states may be short although none is evicted by itself.
+  also give a unit if none was evicted during as many requests as states live: then chunks live longer. The reverse does
+  not hold: states are evicted with their chunks, so states may be short although none is evicted by itself.
 - A move takes a quarter of the pool that gives at most, and no more than the other pool has.
 - Ages of chunks mean little if the eviction policy is not LRU, since others evict young entries by choice. Then chunks
   get only memory that states have free, which is what they have as soon as there are too few chunks for them.

@@ -129,7 +129,7 @@ class SlotAllocator:
         return slots if num_empty < len(slots) else range(0)
 
     def forget_from(self, num_slots: int) -> None:
-        """The slots from the `num_slots`-th on exist no more; nothing holds them. `grow` makes them anew."""
+        """The slots from the `num_slots`-th on exist no more; nothing holds them. `grow` makes new ones."""
         if num_slots < self.num_known:
             self.num_known, end = num_slots, self._first + num_slots
             self._unusable = [range(u.start, min(u.stop, end)) for u in self._unusable if u.start < end]

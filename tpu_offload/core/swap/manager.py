@@ -11,7 +11,7 @@ later step writes anything, so the blocks may be granted to other requests in th
 before the forward pass too, and after the copies out, so a request may be swapped in before its copy out is reported.
 What later owners of its new blocks write comes after it in program order, so those blocks may be taken away at any
 time. Therefore no swap is ever cancelled; only the request itself, and those that share its blocks, wait for a report;
-and no staging blocks are taken: copies in program order need two blocks of HBM, whatever their number.
+and no staging blocks are taken: copies in program order need two blocks of HBM, for any number of blocks.
 
 A block is stored once. What the host tier has is pinned there instead of copied, until the request is back, and full
 blocks that several swapped-out requests share are in the pool once.
@@ -97,7 +97,7 @@ class RequestSwap:
     ) -> bool:
         """Swaps a running request out: all of its KV or nothing.
 
-        The engine calls `OffloadScheduler.preempt` afterwards, whatever is returned, and may grant the blocks to other
+        The engine calls `OffloadScheduler.preempt` afterwards in any case, and may grant the blocks to other
         requests in the step that is planned next. It need not wait for a token in flight: its KV is not computed.
 
         Args:
