@@ -83,6 +83,7 @@ class Lifetimes:
         )
         self._run_size = 1.0  # chunks, a running mean
         self._density = np.zeros((_NUM_GROUPS, num_classes))
+        self._rows: list[list[float]] = []  # of that, as it was estimated last
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
@@ -115,14 +116,13 @@ class Lifetimes:
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
-    def hit_density(self, ages: Sequence[int]) -> _Floats:
+    def hit_density(self, ages: Sequence[int]) -> list[list[float]]:
         """The hit density, as last estimated: expected uses per chunk of space and unit of time.
 
         Returns:
-          float64[ages, classes].
+          For each age those of all classes, to be read only. Lists, because the ages are few and each is read in loops.
         """
-        density: _Floats = self._density[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
-        return density
+        return [self._rows[bisect(_AGES, age)] for age in ages]
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
         """Estimates hit densities from all counts.
@@ -186,6 +186,7 @@ class Lifetimes:
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
         self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
+        self._rows = self._density.tolist()
 
     def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
         """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
