@@ -83,7 +83,6 @@ class Lifetimes:
         )
         self._run_size = 1.0  # chunks, a running mean
         self._density = np.zeros((_NUM_GROUPS, num_classes))
-        self._rows: list[list[float]] = []  # of that, as it was estimated last
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
@@ -105,7 +104,7 @@ class Lifetimes:
           in_hbm: whether HBM served that use.
           goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
         """
-        place = class_id * _NUM_GROUPS + bisect(_AGES, age)
+        place = class_id * _NUM_GROUPS + bisect(_AGES, float(age))  # floats are compared faster with each other
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
@@ -120,9 +119,10 @@ class Lifetimes:
         """The hit density, as last estimated: expected uses per chunk of space and unit of time.
 
         Returns:
-          For each age those of all classes, to be read only. Lists, because the ages are few and each is read in loops.
+          For each age those of all classes. Lists, because the ages are few, and loops read them.
         """
-        return [self._rows[bisect(_AGES, age)] for age in ages]
+        density: list[list[float]] = self._density[[bisect(_AGES, float(age)) for age in ages]].tolist()
+        return density
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
         """Estimates hit densities from all counts.
@@ -186,7 +186,6 @@ class Lifetimes:
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
         self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
-        self._rows = self._density.tolist()
 
     def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
         """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
