@@ -53,11 +53,13 @@ class JobKind(enum.Enum):
       direction: the direction of the copy.
       of_swap: whether it swaps a request out or in: all of its blocks or none. Any other job may fail in part.
       of_storage: whether it copies chunks between host memory and storage, or asks storage for some: it has no parts.
+      writes_host: whether it writes host memory, which stays reserved while a late copy may run; else it reads it.
     """
 
     direction: Direction
     of_swap: bool
     of_storage: bool
+    writes_host: bool
     __hash__ = object.__hash__  # as in `Direction`
 
     def __new__(cls, value: str, direction: Direction, of_swap: bool = False, of_storage: bool = False) -> Self:
@@ -65,12 +67,8 @@ class JobKind(enum.Enum):
         member = object.__new__(cls)
         member._value_ = value
         member.direction, member.of_swap, member.of_storage = direction, of_swap, of_storage
+        member.writes_host = direction is Direction.SAVE
         return member
-
-    @property
-    def writes_host(self) -> bool:
-        """Whether it writes host memory, which stays reserved while a late copy may still run; else it reads it."""
-        return self.direction is Direction.SAVE
 
     # Before anything of the step writes the host tier: the slots of this one belong to other chunks from then on.
     DEMOTE = "demote", Direction.LOAD, False, True

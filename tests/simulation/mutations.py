@@ -142,7 +142,7 @@ MUTATIONS = (
     Mutation(
         "a load whose memory was lost counts as finished",
         "Transfers._fail_in",
-        "_.failed_blocks.update(...)",
+        "_.failed_blocks |= _",
         "pass",
     ),
     # Reports of workers.
@@ -210,7 +210,7 @@ MUTATIONS = (
         "jobs of a restarted worker count as ended",
         "ReportHandler._handle_restart",
         "self._transfers.fail_in_flight(_1, ...)",
-        "self._jobs.ack_through(_1, self._jobs.next_job_id, why='')",
+        "self._jobs.ack_through(_1, self._jobs.next_job_id)",
     ),
     Mutation(
         "a slot is used when the first worker has it",

@@ -91,6 +91,8 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
             hashes = list(given[first:end:step] if sliced else itertools.islice(given, first, end, step))
         except Exception as e:
             raise _unreadable(request_id, "block hashes", e) from e
+    if len(hashes) == 1 and type(hashes[0]) is bytes:  # a request in decode
+        return hashes
     kinds = set(map(type, hashes))
     if not kinds <= _BYTES:
         kind = (kinds - _BYTES).pop().__name__

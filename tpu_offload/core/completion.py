@@ -42,27 +42,27 @@ class Completion:
 
     def complete(self, job: Job) -> None:
         """Ends a job; its state is final."""
-        timed_out = job.state is JobState.TIMED_OUT
+        timed_out, kind = job.state is JobState.TIMED_OUT, job.kind
         failed = job.state is JobState.FAILED and (job.copy_failed or not job.is_void)
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
             if timed_out:  # under an account of its own: its request may reserve again
                 self._staging.reserve_late(late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.keys and not job.kind.writes_host and not job.kind.of_storage:
+        if job.keys and not kind.writes_host and not kind.of_storage:
             self._index.unpin(job.keys, sweep=False)
         if job.checkpoint is not None:
             self._index.checkpoints.release(job.checkpoint)
-        if job.pool_blocks and not (timed_out and job.kind.writes_host):
+        if job.pool_blocks and not (timed_out and kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
             # A lookup has a deadline of its own.
-            after = "" if job.kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
+            after = "" if kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
             _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
         elif failed:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
-        if not job.kind.of_storage:  # those have counters of their own
+        if (timed_out or failed) and not kind.of_storage:  # those have counters of their own
             self._counts.num_timed_out_jobs += timed_out
-            self._counts.num_failed_jobs += timed_out or failed
+            self._counts.num_failed_jobs += 1
         if job.state is JobState.FINISHED:
             job.breaker.succeeded(job.job_id)
         elif job.copy_failed:

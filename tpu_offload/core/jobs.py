@@ -6,7 +6,7 @@ A job ends when every worker has reported it, or has acknowledged that it will r
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import final
+from typing import Final, final
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import Checkpoint
@@ -14,10 +14,11 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
 _ORDER = {kind: number for number, kind in enumerate(JobKind)}
+_NO_NUMBERS: Final[frozenset[int]] = frozenset()
 
 
 def _place(job: "Job") -> int:
-    return _ORDER[job.wire.kind]
+    return _ORDER[job.kind]
 
 
 def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
@@ -40,6 +41,9 @@ class Job:
 
     Attributes:
       wire: what is sent to the workers.
+      job_id: unique over the life of the scheduler.
+      kind: its kind.
+      direction: which way it goes.
       label: its requests, or of a storage job what it copies, for log lines.
       account: the holder of its staging blocks.
       keys: chunks of the host tier that it reads and has pinned, or that it writes and has made PENDING.
@@ -47,6 +51,7 @@ class Job:
       pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
       checkpoint: for a load with windows or states, the checkpoint that it reads; held.
+      num_blocks: blocks that move.
       nbytes: bytes that move, over all devices.
       breaker: records the outcome.
       deadline_s: time after which it counts as failed.
@@ -75,6 +80,7 @@ class Job:
         slots: tuple[int, ...],
         pool_blocks: tuple[tuple[int, ...], ...],
         num_valid_tokens: int,
+        num_blocks: int,
         nbytes: int,
         breaker: CircuitBreaker,
         deadline_s: float,
@@ -82,12 +88,17 @@ class Job:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.wire = wire
+        # Fields of `wire`, which are read several times for each job.
+        self.job_id: int = wire.job_id
+        self.kind: JobKind = wire.kind
+        self.direction: Direction = wire.kind.direction
         self.label = label
         self.account = account
         self.keys = keys
         self.slots = slots
         self.pool_blocks = pool_blocks
         self.num_valid_tokens = num_valid_tokens
+        self.num_blocks = num_blocks
         self.nbytes = nbytes
         self.breaker = breaker
         self.deadline_s = deadline_s
@@ -95,35 +106,15 @@ class Job:
         self.checkpoint = checkpoint
         self.state: JobState = JobState.PLANNED
         self.all_failed = False
-        self.failed_blocks: set[int] = set()
+        self.failed_blocks: frozenset[int] = _NO_NUMBERS
         self.copy_failed = False
         self.is_void = False
         self.detached = False
-        self.missing: set[int] = set()
+        self.missing: frozenset[int] = _NO_NUMBERS
         self.num_found: tuple[int, ...] = ()
         self.error = ""
         self.duration_s = 0.0
         self.copy_s = 0.0
-
-    @property
-    def job_id(self) -> int:
-        """Unique over the life of the scheduler."""
-        return self.wire.job_id
-
-    @property
-    def kind(self) -> JobKind:
-        """Its kind."""
-        return self.wire.kind
-
-    @property
-    def direction(self) -> Direction:
-        """Which way it goes."""
-        return self.wire.kind.direction
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that move."""
-        return self.wire.num_blocks
 
     @property
     def saves_checkpoints(self) -> bool:
@@ -138,11 +129,11 @@ class Job:
     @property
     def consequence(self) -> str:
         """What its failure means for the engine, for a log line."""
-        if self.wire.kind is JobKind.LOOKUP:
+        if self.kind is JobKind.LOOKUP:
             return "requests compute what it asked for"
-        if self.wire.kind.of_storage:
+        if self.kind.of_storage:
             return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
-        if self.wire.kind.of_swap:
+        if self.kind.of_swap:
             return "the request is recomputed"
         return "its blocks were not loaded" if self.direction is Direction.LOAD else "its blocks are not published"
 
@@ -162,7 +153,7 @@ class Job:
         self.duration_s = max(self.duration_s, result.duration_s)
         self.copy_s = max(self.copy_s, result.copy_s)
         if self.kind is JobKind.PROMOTE:
-            self.missing.update([i for i in result.missing_chunks if i < self.wire.num_items])
+            self.missing |= {i for i in result.missing_chunks if i < self.wire.num_items}
         if self.kind is JobKind.LOOKUP and result.state is JobState.FINISHED:
             self._add_found(worker_id, result.num_found)
             return
@@ -172,7 +163,7 @@ class Job:
         self.copy_failed |= result.state is JobState.FAILED
         # A swap succeeds or fails as a whole.
         if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.wire.num_items:
-            self.failed_blocks.update(result.failed_blocks)
+            self.failed_blocks |= set(result.failed_blocks)
             self.error = self.error or why
         else:
             self.mark_failed(why)
@@ -211,7 +202,7 @@ class JobTable:
         release_late: Callable[[Job], None],
     ) -> None:
         self._block_nbytes = tuple(group.block_nbytes for group in layout.groups)
-        self._num_workers = num_workers
+        self._worker_ids = frozenset(range(num_workers))
         self._complete = complete
         self._release_late = release_late
         self._next_job_id = 0
@@ -283,20 +274,26 @@ class JobTable:
           num_staging_blocks, deleted_keys, clears_storage, prefixes, tier_id: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
-        is_save = kind.direction is Direction.SAVE and not kind.of_swap
-        wire = CopyJob(
-            job_id=self._next_job_id,
-            kind=kind,
-            parts=parts,
-            request_id="" if is_save or kind.of_storage else request,
-            num_staging_blocks=num_staging_blocks,
-            chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
-            deleted_keys=deleted_keys,
-            clears_storage=clears_storage,
-            prefixes=prefixes,
-            tier_id=tier_id,
-        )
+        if kind.of_storage:  # it has no parts
+            wire = CopyJob(
+                job_id=self._next_job_id,
+                kind=kind,
+                chunks=tuple(zip(keys, slots, strict=True)),
+                deleted_keys=deleted_keys,
+                clears_storage=clears_storage,
+                prefixes=prefixes,
+                tier_id=tier_id,
+            )
+        else:
+            wire = CopyJob(
+                job_id=self._next_job_id,
+                kind=kind,
+                parts=parts,
+                request_id="" if kind.writes_host and not kind.of_swap else request,
+                num_staging_blocks=num_staging_blocks,
+            )
         self._next_job_id += 1
+        num_blocks, nbytes_of_parts = self._size_of(parts)
         job = Job(
             wire=wire,
             label=request,
@@ -306,10 +303,11 @@ class JobTable:
             pool_blocks=pool_blocks,
             num_valid_tokens=num_valid_tokens,
             checkpoint=checkpoint,
-            nbytes=nbytes or sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
+            num_blocks=num_blocks,
+            nbytes=nbytes or nbytes_of_parts,
             breaker=breaker,
             deadline_s=deadline_s,
-            waiting_for=set(range(self._num_workers)),
+            waiting_for=set(self._worker_ids),
         )
         self._jobs[job.job_id] = job
         self._planned.append(job)
@@ -377,13 +375,12 @@ class JobTable:
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
 
-    def ack_through(self, worker_id: int, oldest_job_id: int, *, why: str, but: tuple[int, ...] = ()) -> int:
+    def ack_through(self, worker_id: int, oldest_job_id: int, *, but: tuple[int, ...] = ()) -> int:
         """A worker has finished with all jobs below this id, and will not report any of them again.
 
         Args:
           worker_id: the worker.
           oldest_job_id: see `StepReport`.
-          why: for the log.
           but: jobs of storage that it still runs, with any ids.
         Returns:
           How many jobs failed: those that it had not reported and that no other worker still runs.
@@ -402,11 +399,20 @@ class JobTable:
         ]
         for job in lost:
             job.waiting_for.remove(worker_id)
-            job.mark_failed(why)
+            job.mark_failed(f"worker {worker_id} never reported the result")
         ended = [job for job in lost if not job.waiting_for]
         for job in ended:
             self._end(job)
         return len(ended)
+
+    def _size_of(self, parts: tuple[CopyPart, ...]) -> tuple[int, int]:
+        """How many blocks move, and bytes."""
+        num_blocks = nbytes = 0
+        for part in parts:
+            num_of_part = len(part.block_ids)
+            num_blocks += num_of_part
+            nbytes += num_of_part * self._block_nbytes[part.group_id]
+        return num_blocks, nbytes
 
     def _end(self, job: Job, state: JobState | None = None) -> None:
         del self._jobs[job.job_id]

@@ -232,8 +232,8 @@ class LoadPlanner:
             until_s = request.arriving_since_s + limit_s
             if now_s < until_s:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
-        if not num_tokens and not request.junction_chunk:
-            return MISS
+        if not request.junction_chunk:  # nearly always
+            return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
         return Match(
             num_tokens=num_tokens,
             state=MatchState.HIT if num_tokens else MatchState.MISS,

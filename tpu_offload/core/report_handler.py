@@ -97,6 +97,8 @@ class ReportHandler:
 
     def take_lost_caches(self) -> tuple[int, ...]:
         """The workers that have lost their KV caches since the last call, each once."""
+        if not self._lost_caches:
+            return ()
         lost, self._lost_caches = tuple(dict.fromkeys(self._lost_caches)), []
         return lost
 
@@ -116,10 +118,9 @@ class ReportHandler:
             if not self._jobs.report(worker_id, result):
                 self._counts.num_ignored_results += 1
         if report.oldest_job_id <= self._jobs.next_job_id:
-            why = f"worker {worker_id} never reported the result"
-            self._counts.num_lost_results += self._jobs.ack_through(
-                worker_id, report.oldest_job_id, why=why, but=report.storage_job_ids
-            )
+            num_lost = self._jobs.ack_through(worker_id, report.oldest_job_id, but=report.storage_job_ids)
+            if num_lost:
+                self._counts.num_lost_results += num_lost
         else:  # the worker has run jobs of another scheduler, before this one
             self._reject(
                 f"worker {worker_id} acknowledges jobs before {report.oldest_job_id}; the next one is "

@@ -166,6 +166,9 @@ class RequestState:
         """Adds the keys of chunks, from the hashes that `new_hashes` returned."""
         keys, namespace = self.keys, self.namespace
         if isinstance(keys, list):
+            if len(hashes) == 1 and len(keys) < _MAX_LISTED:  # a request in decode
+                keys.append(cast(ChunkKey, hashes[0] + namespace))
+                return
             if len(keys) + len(hashes) <= _MAX_LISTED:
                 keys += cast(Iterable[ChunkKey], map(operator.add, hashes, itertools.repeat(namespace)))
                 return

@@ -6,7 +6,7 @@ the coming step takes from their request are saved before that step, or never (`
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import final
 
 from tpu_offload.core.block_tables import Ids, read_changes
 from tpu_offload.core.checkpoint_saves import CheckpointSaves, Tail
@@ -29,7 +29,8 @@ MAX_CHUNKS_PER_PLAN = 2048
 blocks of 16 tokens these are 32,768 tokens."""
 
 
-class Offer(NamedTuple):
+@final
+class Offer:
     """A validated `ScheduledRequest`.
 
     Attributes:
@@ -40,10 +41,13 @@ class Offer(NamedTuple):
       tails: windows and states at the boundaries of its checkpoints.
     """
 
-    num_chunks: int
-    hashes: list[BlockHash]
-    changes: list[tuple[int, Ids]]
-    tails: list[Tail]
+    def __init__(
+        self, num_chunks: int, hashes: list[BlockHash], changes: list[tuple[int, Ids]], tails: list[Tail]
+    ) -> None:
+        self.num_chunks = num_chunks
+        self.hashes = hashes
+        self.changes = changes
+        self.tails = tails
 
 
 Offers = Mapping[str, tuple[RequestState, Offer]]
@@ -163,9 +167,9 @@ class SavePlanner:
             self._requests[request.request_id] = request
 
     def _offer(self, request: RequestState, offer: Offer) -> None:
-        num_chunks, hashes, changes, tails = offer
-        if hashes:
-            request.add_keys(hashes)
+        num_chunks, changes = offer.num_chunks, offer.changes
+        if offer.hashes:
+            request.add_keys(offer.hashes)
         tables = request.block_tables
         if tables and changes:
             for group_id, (num_same, block_ids) in enumerate(changes):
@@ -180,8 +184,8 @@ class SavePlanner:
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
         self._mark_unsaved(request)
-        if tails:
-            self._checkpoints.add(JobKind.SAVE, request, [tail for tail in tails if tail.boundary <= worth])
+        if offer.tails:
+            self._checkpoints.add(JobKind.SAVE, request, [tail for tail in offer.tails if tail.boundary <= worth])
 
     def observe(self, request: RequestState, num_chunks: int) -> None:
         """Has the policy observe the leading chunks of a request, each once; their keys are known."""
@@ -195,8 +199,8 @@ class SavePlanner:
 
     def num_used(self, request: RequestState) -> int:
         """How many leading chunks a request has used: saved, found, or computed though they are not saved (yet)."""
-        num_observed = self._num_observed.get(request.request_id, 0)
-        return min(max(request.num_saved_chunks, request.num_found_chunks, num_observed), len(request.keys))
+        num_used = max(request.num_saved_chunks, request.num_found_chunks)
+        return min(max(num_used, self._num_observed.get(request.request_id, 0)), len(request.keys))
 
     def forget(self, request_id: str) -> None:
         """A request ended; the next one of this id counts as another request."""

@@ -182,7 +182,7 @@ class OffloadScheduler:
         )
         if not self._enabled:
             return MISS
-        request = self._requests.get_or_new(request_id)
+        request = self._requests.get(request_id) or self._requests.new(request_id)
         own_limits = None if limits is None else self._requests.within_defaults(limits)
         num_found = self._loads.match(
             request,
@@ -443,6 +443,8 @@ class OffloadScheduler:
         if not self._has_news:
             return _NO_UPDATE
         loaded, failed_loads, transfers = self._transfers.take_news()
+        if not (self._swap.has_news or self._report_handler.has_news):  # nearly always
+            return Update(loaded=loaded, failed_loads=failed_loads, transfers=transfers)
         swapped_in, lost_swaps = self._swap.take_news()
         return Update(
             loaded=loaded,

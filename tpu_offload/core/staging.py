@@ -174,7 +174,7 @@ class Staging:
 
     def __init__(self, buffer: StagingBufferManager, paths: Mapping[Direction, CopyPath]) -> None:
         self.buffer = buffer
-        self._stages: dict[Direction, bool] = {}
+        self._stages_saves = self._stages_loads = False
         self._turn = Direction.LOAD
         self._saves_wait = False
         self._queued_loads_wait = False
@@ -183,11 +183,15 @@ class Staging:
 
     def use(self, paths: Mapping[Direction, CopyPath]) -> None:
         """Sets the copy paths that jobs are planned for; `auto` counts as staged."""
-        self._stages.update((direction, path.stages) for direction, path in paths.items())
+        for direction, path in paths.items():
+            if direction is Direction.SAVE:
+                self._stages_saves = path.stages
+            else:
+                self._stages_loads = path.stages
 
     def stages(self, direction: Direction) -> bool:
         """Whether jobs in this direction hold staging blocks."""
-        return self._stages[direction]
+        return self._stages_saves if direction is Direction.SAVE else self._stages_loads
 
     def reserve_load(self, account: str, num_blocks: int, *, next_in_line: bool = False) -> int:
         """Reserves staging blocks for a load.
@@ -213,13 +217,13 @@ class Staging:
 
     def room_for_saves(self) -> int:
         """How many blocks the coming plan may save."""
-        if not self._stages[Direction.SAVE]:
+        if not self._stages_saves:
             return sys.maxsize
         return 0 if self._loads_wait and self._turn is Direction.LOAD else self.buffer.num_free
 
     def reserve_save(self, account: str, num_blocks: int) -> int:
         """Reserves the staging blocks of a save within `room_for_saves`; returns how many, 0 if it needs none."""
-        if not self._stages[Direction.SAVE]:
+        if not self._stages_saves:
             return 0
         if self._loads_wait:
             self._turn = Direction.LOAD

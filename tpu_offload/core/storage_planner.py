@@ -198,14 +198,14 @@ class StoragePlanner:
         for job in self._jobs.of(*STORAGE_JOBS):
             if overlaps(job.slots, first, end):
                 job.error = job.error or "the host memory of its chunks was lost"
-                job.failed_blocks.update(i for i, slot in enumerate(job.slots) if first <= slot < end)
+                job.failed_blocks |= {i for i, slot in enumerate(job.slots) if first <= slot < end}
 
     def ended(self, job: Job) -> None:
         """A job of this tier has ended."""
         if job.kind is JobKind.LOOKUP:
             self._lookups.ended(job)
             return
-        bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
+        bad = frozenset(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
             num_failed = len(bad) or 1  # 1: deleting all of it
             self._counts.failed_storage_chunks += num_failed

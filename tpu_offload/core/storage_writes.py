@@ -305,7 +305,7 @@ class StorageWrites:
 
     # Ends, resets and losses.
 
-    def ended(self, job: Job, bad: set[int]) -> None:
+    def ended(self, job: Job, bad: frozenset[int]) -> None:
         """What every worker has written is stored; the rest, and what could not be deleted, is deleted again."""
         records = self._records
         if job.wire.clears_storage:

@@ -114,7 +114,9 @@ class Transfers:
             if job.checkpoint is not None and job.state is not JobState.FINISHED:
                 self._index.checkpoints.lose_pieces(self._bad_pieces(job, too_often=bool(too_often)))
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
-            self.mark_lost(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
+            invalid = job.keys if job.state is JobState.TIMED_OUT else too_often
+            if invalid:
+                self.mark_lost(self._index.invalidate(invalid))
             if not job.detached:
                 self._resume_request(job)
 
@@ -205,7 +207,7 @@ class Transfers:
             elif overlaps(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or error
-                job.failed_blocks.update(i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone)
+                job.failed_blocks |= {i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone}
 
     def mark_lost(self, keys: Sequence[ChunkKey]) -> None:
         """At the next `flush_losses`, the requests that had saved these chunks offer them again."""
@@ -246,6 +248,8 @@ class Transfers:
         """The chunks that were not copied, by their numbers in the job."""
         if job.all_failed or job.saves_checkpoints:
             return list(range(len(job.keys)))
+        if not job.failed_blocks:
+            return []
         num_blocks = _blocks_per_group(job) * self._num_full_groups
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks if position < num_blocks})
 
@@ -322,7 +326,7 @@ class Transfers:
         )
 
     def _count_moved(self, job: Job) -> None:
-        num_blocks, counts = job.wire.num_blocks, self._counts
+        num_blocks, counts = job.num_blocks, self._counts
         self._finished.append(
             FinishedTransfer(direction=job.direction, num_blocks=num_blocks, duration_s=job.duration_s)
         )

@@ -13,7 +13,8 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 
-_ENDS = (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+_FINISHED = JobState.FINISHED
+_ENDS = (_FINISHED, JobState.FAILED, JobState.CANCELLED)
 _MAX = 2**63 - 1
 _LISTS = {list}
 
@@ -269,12 +270,14 @@ def _result_error(result: Any) -> str:
         return f"a result is a {type(result).__name__}; expected a JobResult"
     if type(result.job_id) is not int or not 0 <= result.job_id <= _MAX:
         return f"a result of job {result.job_id!r:.100}; expected an integer from 0 on"
-    if not isinstance(result.state, JobState) or result.state not in _ENDS:
+    state = result.state
+    if state is not _FINISHED and (not isinstance(state, JobState) or state not in _ENDS):
         return f"job {result.job_id} ended as {result.state!r:.100}; expected finished, failed or cancelled"
     if type(result.error) is not str:
         return f"the error of job {result.job_id} is a {type(result.error).__name__}; expected text"
-    seconds = (result.duration_s, result.copy_s)
-    if not _are_seconds(seconds):
+    seconds = duration_s, copy_s = result.duration_s, result.copy_s
+    are_plain = type(duration_s) is float is type(copy_s) and 0 <= duration_s < _MAX > copy_s >= 0
+    if not are_plain and not _are_seconds(seconds):
         return f"job {result.job_id} took {seconds!r:.100} seconds; expected numbers from 0 on"
     failed = result.failed_blocks
     if failed != () and (type(failed) is not tuple or not _are_counts(failed)):
@@ -284,7 +287,7 @@ def _result_error(result: Any) -> str:
         return f"the missing chunks of job {result.job_id} are {missing!r:.100}; expected positions from 0 on"
     if result.num_found != () and (type(result.num_found) is not tuple or not _are_counts(result.num_found)):
         return f"lookup {result.job_id} has found {result.num_found!r:.100}; expected a tuple of integers from 0 on"
-    if result.state is JobState.FINISHED and (result.error or failed):
+    if state is _FINISHED and (result.error or failed):
         return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
     return ""
 

@@ -13,6 +13,10 @@ from tpu_offload.core.policies.lifetimes import Lifetimes
 NUM_USES = (1.0, 1.0, 2.0, 8.0)
 
 
+def density(learnt: Lifetimes, ages) -> np.ndarray:
+    return np.array(learnt.hit_density(ages))
+
+
 @dataclasses.dataclass(frozen=True)
 class Life:
     class_id: int
@@ -126,7 +130,7 @@ AGES = [0, 1, 15, 16, 17, 100, 1000, 12_345, 100_000, 2**20, 2**30]
 
 def assert_worth_is_by_definition(learnt: Lifetimes, slow: BySlowDefinition) -> None:
     expected = [[slow.worth(class_id, age) for class_id in range(4)] for age in AGES]
-    np.testing.assert_allclose(learnt.hit_density(AGES), expected, rtol=1e-9)
+    np.testing.assert_allclose(density(learnt, AGES), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("num", [1, 3, 30, 300])
@@ -159,13 +163,13 @@ def test_a_running_lifetime_is_not_accumulated() -> None:
     learnt = Lifetimes(NUM_USES, half_life=10**9)
     add(learnt, lives)
     learn(learnt, lives)
-    before = learnt.hit_density(AGES)
+    before = density(learnt, AGES)
     learn(learnt, lives)
-    np.testing.assert_array_equal(learnt.hit_density(AGES), before)
+    np.testing.assert_array_equal(density(learnt, AGES), before)
 
 
 def test_the_prior_falls_with_age_and_grows_with_uses() -> None:
-    worth = Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100).hit_density([2**i for i in range(4, 40)])
+    worth = density(Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100), [2**i for i in range(4, 40)])
     assert (np.diff(worth, axis=0) < 0).all()
     assert (np.diff(worth, axis=1) > 0).all()
 
@@ -178,7 +182,7 @@ def test_few_observations_move_it_a_little_and_many_all_the_way() -> None:
             learnt.end(0, 1, 2000, used=False)
             learnt.end(1, 1, 100, used=True)
         learnt.learn([1], [[0, 0]])
-        worths.append(learnt.hit_density([100])[0])
+        worths.append(density(learnt, [100])[0])
     (none, same), (once, once_used), (never, always) = worths
     assert none == same
     assert 0.3 < once / once_used < 0.9
@@ -201,7 +205,7 @@ def test_censored_lifetimes_do_not_bias_it() -> None:
     for learnt in (seen, cut):
         learnt.learn([1], [[0]])
     ages = [1, 100, 1000, 3000, 10_000]
-    np.testing.assert_allclose(cut.hit_density(ages), seen.hit_density(ages), rtol=0.1)
+    np.testing.assert_allclose(density(cut, ages), density(seen, ages), rtol=0.1)
 
 
 def test_running_lifetimes_count_as_not_yet_used() -> None:
@@ -210,7 +214,7 @@ def test_running_lifetimes_count_as_not_yet_used() -> None:
         for _ in range(100):
             learnt.end(class_id, 1, 500, used=True)
     learnt.learn([100_000], [[0, 10_000]])
-    young = learnt.hit_density([100])[0]
+    young = density(learnt, [100])[0]
     assert young[1] < young[0], "running lifetimes were ignored"
 
 
@@ -222,9 +226,9 @@ def test_classes_of_a_pool_learn_from_each_other_and_others_do_not() -> None:
             known.end(0, 1, 500, used=True)
             known.end(2, 1, 500, used=False)
         known.learn([1], [[0.0] * 3])
-    first, second, third = pooled.hit_density([100])[0]
+    first, second, third = density(pooled, [100])[0]
     assert first == second > 2 * third
-    first, second, _ = alone.hit_density([100])[0]
+    first, second, _ = density(alone, [100])[0]
     assert first > 1.2 * second
 
 
@@ -239,8 +243,8 @@ def test_where_age_does_not_matter_the_value_is_the_rate_of_use_times_the_part_t
         for age in ages:
             learnt.end(0, 1, age, used=True, in_hbm=learnt is behind and age < 1024)
         learnt.learn([1], [[0.0]])
-    assert (plain.hit_density([0, 100, 5000, 10**9]) == 0.001).all()
-    young, half, old, older = behind.hit_density([0, 512, 5000, 10**9])[:, 0]
+    assert (density(plain, [0, 100, 5000, 10**9]) == 0.001).all()
+    young, half, old, older = density(behind, [0, 512, 5000, 10**9])[:, 0]
     assert young == pytest.approx(0.001 * math.exp(-1.024), rel=0.02)
     assert half == pytest.approx(0.001 * math.exp(-0.512), rel=0.02)
     assert old == older == pytest.approx(0.001, rel=0.02)
@@ -252,7 +256,7 @@ def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
         learnt.end(0, 1, 100, used=True, in_hbm=True)
         learnt.end(1, 1, 5000, used=True)
     learnt.learn([1], [[0.0] * 2])
-    in_hbm, other = learnt.hit_density([1])[0]
+    in_hbm, other = density(learnt, [1])[0]
     assert in_hbm < 0.25 * other, "all that is left is the prior"
 
 
@@ -267,8 +271,8 @@ def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_
             known.end(1, 1, 500, used=i % 2 == 0)
     learnt.learn([1], [[0.0] * 4])
     plain.learn([1], [[0.0] * 2])
-    np.testing.assert_allclose(learnt.hit_density(AGES)[:, :2], plain.hit_density(AGES), rtol=1e-9)
-    whole, _, often, rarely = learnt.hit_density([100])[0]
+    np.testing.assert_allclose(density(learnt, AGES)[:, :2], density(plain, AGES), rtol=1e-9)
+    whole, _, often, rarely = density(learnt, [100])[0]
     assert often > 1.3 * whole
     assert rarely < 0.3 * whole
 
@@ -279,6 +283,6 @@ def test_a_part_with_few_observations_is_worth_as_much_as_its_class() -> None:
         learnt.end(1, 1, 500, used=i % 2 == 0)
     learnt.end(2, 1, 500, used=True)
     learnt.learn([1], [[0.0] * 4])
-    whole, _, few, none = learnt.hit_density([100])[0]
+    whole, _, few, none = density(learnt, [100])[0]
     assert none == pytest.approx(whole)
     assert whole < few < 1.1 * whole

@@ -150,7 +150,7 @@ def worth_of(queues: RunQueues, run: Run) -> float:
     place = queues._slices.index(part)
     end = queues._slices[place + 1].start if place + 1 < len(queues._slices) else queues._now
     assert run.time <= end
-    return queues._lifetimes.hit_density([queues._now - (part.start + end) // 2])[0, run.class_id]
+    return queues._lifetimes.hit_density([queues._now - (part.start + end) // 2])[0][run.class_id]
 
 
 def test_slices_stay_few_and_young_ones_are_not_merged(queues) -> None:

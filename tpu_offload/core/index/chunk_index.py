@@ -323,7 +323,7 @@ class ChunkIndex:
         self._count_used(0, num_chunks)
         if self._discarded:  # new chunks take no more memory than discarded ones give back
             self._discarded.free(4 * num_chunks)
-        if (highest := max(slots)) >= len(self._tree.keys):
+        if (highest := slots[0] if num_chunks == 1 else max(slots)) >= len(self._tree.keys):
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
         self._states.save(slots)
         first = indices[0]
@@ -590,7 +590,7 @@ class ChunkIndex:
         """Counts chunks of full attention (0) or of windows (1) that were saved or loaded; earlier ones count less."""
         used = self._num_used
         used[kind] += num_chunks
-        if sum(used) > 4 * self._slots.num_usable:
+        if used[0] + used[1] > 4 * self._slots.num_usable:
             used[:] = used[0] // 2, used[1] // 2
 
     def _insert_with_holes(

@@ -89,7 +89,9 @@ class PrefixTree:
             if children[before] != NO_CHUNK:
                 self.more_children.setdefault(before, set()).add(children[before])
         few = len(slots) < MIN_BATCH
-        for key, slot in zip(keys, slots, strict=True):
+        assert len(keys) == len(slots), "each chunk has a slot"
+        for i, key in enumerate(keys):
+            slot = slots[i]
             part = parts[key[0]]
             assert key not in part, "a resident chunk is not saved again"
             part[key] = slot

@@ -104,7 +104,7 @@ class Lifetimes:
           in_hbm: whether HBM served that use.
           goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
         """
-        place = class_id * _NUM_GROUPS + bisect(_AGES, age)
+        place = class_id * _NUM_GROUPS + bisect(_AGES, float(age))  # floats are compared faster with each other
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
@@ -115,13 +115,13 @@ class Lifetimes:
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
-    def hit_density(self, ages: Sequence[int]) -> _Floats:
+    def hit_density(self, ages: Sequence[int]) -> list[list[float]]:
         """The hit density, as last estimated: expected uses per chunk of space and unit of time.
 
         Returns:
-          float64[ages, classes].
+          For each age those of all classes. Lists, because the ages are few, and loops read them.
         """
-        density: _Floats = self._density[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
+        density: list[list[float]] = self._density[[bisect(_AGES, float(age)) for age in ages]].tolist()
         return density
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:

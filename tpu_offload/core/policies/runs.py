@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-import numpy as np
-
 from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.core.policies.run_keys import RunKeys
@@ -96,20 +94,23 @@ type Queue = deque[tuple[Run, int]]
 class _Slice:
     """A time slice, and the lifetimes that began in it, by class."""
 
-    __slots__ = ("alive", "first", "merged", "queues", "start")
+    __slots__ = ("alive", "first", "merged", "queues", "start", "values")
 
     def __init__(self, start: int, *, num_classes: int, num_queues: int) -> None:
         self.start = start
         self.alive = [0] * num_classes  # chunks
         self.queues: list[Queue] = [deque() for _ in range(num_queues)]
-        self.first = 0  # number of its first queue, when the queues were last sorted
+        # When the queues were last sorted: the number of its first queue, and the values of the runs in each.
+        self.first = 0
+        self.values: list[float] = []
         self.merged: _Slice | None = None  # the later slice that it was merged into
 
     def take_in(self, older: "_Slice") -> None:
         self.start = older.start
         self.alive = [a + b for a, b in zip(self.alive, older.alive, strict=True)]
         for mine, theirs in zip(self.queues, older.queues, strict=True):
-            mine.extendleft([entry for entry in reversed(theirs) if entry[0].ticket == entry[1]])
+            if theirs:
+                mine.extendleft([entry for entry in reversed(theirs) if entry[0].ticket == entry[1]])
         older.merged = self
 
 
@@ -142,9 +143,7 @@ class RunQueues:
         self._last_used = -1, -1  # when the lifetime that a use ended last began, and its class
         self._next_purge = _LEARN_EVERY
         self._ordered = False  # since the last slice began
-        # When they were last sorted: all queues, and the values of their runs.
-        self._queues: list[Queue] = []
-        self._values = np.zeros(0)
+        self._queues: list[Queue] = []  # all, when they were last sorted
         # A heap of values and numbers of queues: all that have entries, and perhaps others.
         self._waiting: list[tuple[float, int]] = []
 
@@ -243,8 +242,7 @@ class RunQueues:
         place = self._queue_of[run.class_id]
         queue = time_slice.queues[place]
         if not queue and self._ordered:
-            number = time_slice.first + place
-            heapq.heappush(self._waiting, (float(self._values[number]), number))
+            heapq.heappush(self._waiting, (time_slice.values[place], time_slice.first + place))
         queue.append((run, ticket))
 
     def reorder(self) -> None:
@@ -261,14 +259,17 @@ class RunQueues:
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
             self._set_apart(self._lifetimes.parts_differ())
-        for number, time_slice in enumerate(slices):
-            time_slice.first = number * self._num_queues
-        queues = self._queues = list(itertools.chain.from_iterable(time_slice.queues for time_slice in slices))
-        self._values = self._lifetimes.hit_density(ages)[:, : self._num_queues].ravel()
-        (some,) = np.fromiter(map(bool, queues), np.bool_, len(queues)).nonzero()
-        values = self._values[some]
-        by_value = values.argsort(kind="stable")
-        self._waiting = list(zip(values[by_value].tolist(), some[by_value].tolist(), strict=True))
+        queues: list[Queue] = []
+        waiting: list[tuple[float, int]] = []
+        for time_slice, values in zip(slices, self._lifetimes.hit_density(ages), strict=True):
+            first = time_slice.first = len(queues)
+            time_slice.values = values
+            for place, queue in enumerate(time_slice.queues):
+                if queue:
+                    waiting.append((values[place], first + place))
+            queues += time_slice.queues
+        waiting.sort()  # so it is a heap
+        self._queues, self._waiting = queues, waiting
 
     def check_invariants(self, runs: Sequence[Run]) -> None:
         """Raises AssertionError unless exactly the lifetimes of these runs are running. For tests."""
