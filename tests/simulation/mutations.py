@@ -249,7 +249,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a load that begins inside a chunk reads its first blocks",
-        "LoadPlanner.admit",
+        "LoadPlanner._parts",
         "_ % self._blocks_per_chunk",
         "0",
     ),

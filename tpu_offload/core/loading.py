@@ -301,23 +301,7 @@ class LoadPlanner:
         for table in tables:
             if len(table) < end_block:
                 raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
-        host_ids = host_blocks(
-            promise.slots,
-            blocks_per_chunk=self._blocks_per_chunk,
-            first=promise.first_block % self._blocks_per_chunk,
-            num_blocks=num_blocks,
-        )
-        parts = []
-        for group_id, table in enumerate(tables[: self._num_full_groups]):
-            block_ids = read_ids(request.request_id, table, promise.first_block, end_block)
-            parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
-        num_staged = num_blocks * self._num_full_groups
-        if promise.checkpoint is not None:
-            pieces, num_more = self._checkpoint_parts(
-                request, promise.checkpoint, tables, promise.first_block, end_block
-            )
-            parts += pieces
-            num_staged += num_more
+        parts, num_staged = self._parts(request, promise, tables, end_block)
         num_staging_blocks = min(num_staged, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk = promise.first_block // self._blocks_per_chunk
@@ -347,6 +331,31 @@ class LoadPlanner:
             load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
 
+    def _parts(
+        self, request: RequestState, promise: Promise, tables: Sequence[Sequence[int]], end_block: int
+    ) -> tuple[list[CopyPart], int]:
+        """What a load copies, per group, and how many of these blocks are staged.
+
+        Raises:
+          RequestError: a block table has no block there.
+        """
+        first_block = promise.first_block
+        host_ids = host_blocks(
+            promise.slots,
+            blocks_per_chunk=self._blocks_per_chunk,
+            first=first_block % self._blocks_per_chunk,
+            num_blocks=end_block - first_block,
+        )
+        parts = []
+        for group_id, table in enumerate(tables[: self._num_full_groups]):
+            block_ids = read_ids(request.request_id, table, first_block, end_block)
+            parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
+        num_staged = len(host_ids) * self._num_full_groups
+        if promise.checkpoint is not None:
+            pieces, num_more = self._checkpoint_parts(request, promise.checkpoint, tables, first_block, end_block)
+            return parts + pieces, num_staged + num_more
+        return parts, num_staged
+
     def _checkpoint_parts(
         self,
         request: RequestState,
@@ -355,11 +364,7 @@ class LoadPlanner:
         load_start: int,
         end_block: int,
     ) -> tuple[list[CopyPart], int]:
-        """What a load copies of its checkpoint, per group, without what is in HBM; and how many blocks are staged.
-
-        Raises:
-          RequestError: a block table has no block there.
-        """
+        """As `_parts`, of its checkpoint and without what is in HBM."""
         parts, num_staged, first_slot = [], 0, 0
         for group, num_pieces in zip(self._checkpoint_groups, checkpoint.num_pieces, strict=True):
             first = group.first_loaded(load_start, end_block)
