@@ -21,7 +21,7 @@ from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.index import ChunkState, NewPiece
 from tpu_offload.core.jobs import label_of
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.tier_groups import TierGroup
+from tpu_offload.core.tier_groups import CheckpointGroup
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CopyPart, Direction, JobKind
 
@@ -213,7 +213,7 @@ class _Batch:
       request_ids: the requests that hold the blocks.
     """
 
-    def __init__(self, groups: Sequence[TierGroup]) -> None:
+    def __init__(self, groups: Sequence[CheckpointGroup]) -> None:
         self._groups = groups
         self.blocks: list[list[int]] = [[] for _ in groups]
         self.slots: list[list[int]] = [[] for _ in groups]

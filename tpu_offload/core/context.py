@@ -18,7 +18,7 @@ from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_make
 from tpu_offload.core.request_table import KeySpace, RequestTable
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap.pool import SwapPool
-from tpu_offload.core.tier_groups import TierGroup, tier_groups
+from tpu_offload.core.tier_groups import CheckpointGroup, TierGroup, tier_groups
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction
@@ -156,9 +156,9 @@ class TierContext:
         return self.config.enabled and self.layout.state_group is not None
 
     @property
-    def checkpoint_groups(self) -> tuple[TierGroup, ...]:
+    def checkpoint_groups(self) -> tuple[CheckpointGroup, ...]:
         """Those that checkpoints have pieces of: windows, then states."""
-        return self.groups[self.num_full_groups :]
+        return tuple([group for group in self.groups if isinstance(group, CheckpointGroup)])
 
     @property
     def first_state_slot(self) -> int:

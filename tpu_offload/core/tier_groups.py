@@ -15,10 +15,8 @@ from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
 
-class TierGroup(abc.ABC):
+class TierGroup:
     """One layer group in the host tier.
-
-    Positions are those of blocks in the group's block table.
 
     Args:
       group_id: its index in `KVLayout.groups`.
@@ -34,6 +32,30 @@ class TierGroup(abc.ABC):
         self.slot_blocks = slot_blocks
         self.first_slot = first_slot
         self.is_staged = is_staged
+
+    @final
+    def places(self, slots: Sequence[int], *, first: int = 0, num_blocks: int) -> tuple[int, ...]:
+        """Places in host memory of `num_blocks` consecutive blocks in these slots, from block `first` of these on."""
+        if self.first_slot:
+            slots = [slot - self.first_slot for slot in slots]
+        return host_blocks(slots, blocks_per_chunk=self.slot_blocks, first=first, num_blocks=num_blocks)
+
+    @final
+    def slots_of(self, places: Iterable[int]) -> list[int]:
+        """The slot of each of these places in host memory."""
+        return [self.first_slot + place // self.slot_blocks for place in places]
+
+
+@final
+class FullAttention(TierGroup):
+    """Every block before a position is needed: its chunks are what keys, lookups and eviction are about."""
+
+
+class CheckpointGroup(TierGroup, abc.ABC):
+    """A group of which only little is needed to continue at a boundary: checkpoints have pieces of it.
+
+    Positions are those of blocks in the group's block table.
+    """
 
     @abc.abstractmethod
     def first_saved(self, end: int) -> int:
@@ -52,43 +74,9 @@ class TierGroup(abc.ABC):
     def record_names(self, piece: PieceKey) -> Sequence[ChunkKey]:
         """The records that a piece of it, what one slot holds, has in storage."""
 
-    @final
-    def places(self, slots: Sequence[int], *, first: int = 0, num_blocks: int) -> tuple[int, ...]:
-        """Places in host memory of `num_blocks` consecutive blocks in these slots, from block `first` of these on."""
-        if self.first_slot:
-            slots = [slot - self.first_slot for slot in slots]
-        return host_blocks(slots, blocks_per_chunk=self.slot_blocks, first=first, num_blocks=num_blocks)
-
-    @final
-    def slots_of(self, places: Iterable[int]) -> list[int]:
-        """The slot of each of these places in host memory."""
-        return [self.first_slot + place // self.slot_blocks for place in places]
-
 
 @final
-class FullAttention(TierGroup):
-    """Every block before a position is needed. Its chunks are those that keys, lookups and eviction are about."""
-
-    def first_saved(self, end: int) -> int:
-        """See `TierGroup`: the offers of a request say which of these are new."""
-        return 0
-
-    def first_loaded(self, first: int, end: int) -> int:
-        """See `TierGroup`."""
-        return first
-
-    @property
-    def exists_where_steps_end(self) -> bool:
-        """See `TierGroup`."""
-        return False
-
-    def record_names(self, piece: PieceKey) -> Sequence[ChunkKey]:
-        """See `TierGroup`; its chunks are no pieces, but likewise have one record each."""
-        return (piece,)
-
-
-@final
-class SlidingWindow(TierGroup):
+class SlidingWindow(CheckpointGroup):
     """The blocks of the last tokens before a position are needed.
 
     Args:
@@ -104,25 +92,25 @@ class SlidingWindow(TierGroup):
         self._saved_blocks = num_chunks * slot_blocks
 
     def first_saved(self, end: int) -> int:
-        """See `TierGroup`; whole chunks."""
+        """See `CheckpointGroup`; whole chunks."""
         return max(0, end - self._saved_blocks)
 
     def first_loaded(self, first: int, end: int) -> int:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return max(first, end - self._window_blocks)
 
     @property
     def exists_where_steps_end(self) -> bool:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return False
 
     def record_names(self, piece: PieceKey) -> Sequence[ChunkKey]:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return (piece,)
 
 
 @final
-class State(TierGroup):
+class State(CheckpointGroup):
     """The row after a position's last token is needed. Rows are megabytes, and few move: they are not staged.
 
     Args:
@@ -136,20 +124,20 @@ class State(TierGroup):
         self._num_records = num_records
 
     def first_saved(self, end: int) -> int:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return end - 1
 
     def first_loaded(self, first: int, end: int) -> int:
-        """See `TierGroup`; whatever HBM has, the row of this boundary."""
+        """See `CheckpointGroup`; whatever HBM has, the row of this boundary."""
         return end - 1
 
     @property
     def exists_where_steps_end(self) -> bool:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return True
 
     def record_names(self, piece: PieceKey) -> Sequence[ChunkKey]:
-        """See `TierGroup`."""
+        """See `CheckpointGroup`."""
         return part_keys(piece, self._num_records)
 
 
