@@ -479,13 +479,13 @@ MUTATIONS = (
         "a window is loaded into the blocks of the layer group before it",
         "LoadPlanner._checkpoint_parts",
         "tables[group.group_id]",
-        "tables[group.group_id - 1]",
+        "tables[group.group_id - group.is_staged]",
     ),
     Mutation(
         "a window is saved from the blocks of the layer group before it",
         "CheckpointSaves._read",
         "self._checked(request, scheduled, group.group_id, end)",
-        "self._checked(request, scheduled, group.group_id - 1, end)",
+        "self._checked(request, scheduled, group.group_id - group.is_staged, end)",
     ),
     Mutation(
         "the windows of two layer groups have one name",
@@ -521,7 +521,7 @@ MUTATIONS = (
         "a window is loaded from the slots of the boundary before",
         "LoadPlanner._checkpoint_parts",
         "num_pieces * group.slot_blocks - len(block_ids)",
-        "_0 + group.slot_blocks",
+        "_0 + (group.slot_blocks if group.is_staged else 0)",
     ),
     Mutation(
         "a checkpoint shares slots one chunk off",

@@ -100,9 +100,12 @@ def test_waiting_poll_comes_back_when_nothing_ends(path, monkeypatch):
     engine.step(saves=[engine.save([0], [0])], loads=[engine.load([4], [8])])
     for index in range(2):
         slow_down(engine, index)
-    start_s = time.monotonic()
-    assert engine.worker.poll(wait=True).results == ()
-    assert 0.05 <= time.monotonic() - start_s < 20
+    times_s = []
+    for _ in range(5):  # on a busy machine some may take long
+        start_s = time.monotonic()
+        assert engine.worker.poll(wait=True).results == ()
+        times_s.append(time.monotonic() - start_s)
+    assert 0.05 <= min(times_s) < 0.9
     good = engine.save([1], [1])
     engine.step(saves=[good])
     assert [r.job_id for r in engine.worker.poll(wait=True).results] == [good.job_id]

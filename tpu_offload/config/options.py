@@ -226,8 +226,7 @@ class OffloadConfig(pydantic.BaseModel):
     storage_tier: tuple[str, ...] = Field(
         (),
         description="Storage tiers below the host tier, nearest first: `file`, `object`, `valkey`, or `module:Class` "
-        "of your own, separated by `;`. The settings of tiers that follow take one value for each tier, separated "
-        "likewise.",
+        "of your own, separated by `;`. Settings of tiers that are lists have one value a tier, separated likewise.",
     )
     storage_options: tuple[str, ...] = Field(
         (), description="Options of each storage tier; of `file`, `DIR[,min_free_gb=GB][,direct=off]`."

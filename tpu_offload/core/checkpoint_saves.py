@@ -105,7 +105,7 @@ class CheckpointSaves:
         """The tail of one boundary; None if no step ended there, so that it has no state."""
         end = boundary * self._size
         tables: list[list[int]] | None = []
-        for group in self._groups:
+        for group in reversed(self._groups):  # states first: without one there is no checkpoint
             table = self._checked(request, scheduled, group.group_id, end)
             blocks = read_ids(request.request_id, table, group.first_saved(end), end)
             if self._null_block in blocks:
@@ -113,7 +113,7 @@ class CheckpointSaves:
                     return None
                 tables = None
             elif tables is not None:
-                tables.append(blocks)
+                tables.insert(0, blocks)
         return Tail(boundary, tables, rolls)
 
     def _checked(self, request: RequestState, scheduled: ScheduledRequest, group_id: int, end: int) -> Sequence[int]:

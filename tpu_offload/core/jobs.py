@@ -381,7 +381,7 @@ class JobTable:
         Args:
           worker_id: the worker.
           oldest_job_id: see `StepReport`.
-          but: jobs of storage that it still runs, with any ids.
+          but: jobs of storage that it still runs, at any ids.
         Returns:
           How many jobs failed: those that it had not reported and that no other worker still runs.
         """

@@ -100,7 +100,7 @@ class LookupPlanner:
         self._missing.clear()
 
     def ask(self, request: RequestState) -> None:
-        """Decides, after a match, whether the request waits for a lookup; asks storage, unless it did before.
+        """Decides, after a match, whether the request waits for a lookup; asks storage if need be.
 
         Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
         """

@@ -352,7 +352,7 @@ class StorageWrites:
         self._victims.clear()
 
     def delete_unknown(self, listed: Iterable[ChunkKey]) -> None:
-        """A worker has these records; those that are not in its index are deleted."""
+        """A worker has these records; those that the scheduler does not know are deleted."""
         records = self._records
         if records.is_shared:
             return

@@ -1,7 +1,7 @@
 """What the kinds of layer groups need of the host tier: an object for each group of the layout, made once.
 
-Saves, loads and storage ask these objects, not the kind of a group. A new kind is one more class here, and its pool of
-slots in `core.index.slots`.
+Saves, loads and the names of records ask these objects, not the kind of a group. A new kind is one more class here;
+docs/architecture.md lists what else tells kinds apart.
 """
 
 import abc
@@ -161,6 +161,7 @@ def tier_groups(config: OffloadConfig, layout: KVLayout, window_chunks: Sequence
                 SlidingWindow(group_id, slot_blocks=size, window_blocks=window_blocks, num_chunks=next(num_chunks))
             )
         else:
+            assert group.kind is LayerGroupKind.STATE, f"a layer group of an unknown kind, {group.kind}"
             num_records = config.records_per_state(layout)
             groups.append(State(group_id, first_slot=config.host_chunks(layout), num_records=num_records))
     return tuple(groups)

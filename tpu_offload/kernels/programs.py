@@ -29,7 +29,7 @@ before the program has run.
 
 With data-parallel ranks one direct program copies for all of them: each device runs the loop over the blocks of its own
 rank, as many as that rank has, and reads and writes only its own part of caches and segment. So no block of one rank
-can reach a place of another, with any ids.
+can reach a place of another, for any ids.
 
 Ids are not checked on the device, where XLA would clamp them. The caller checks them.
 """

@@ -296,7 +296,11 @@ def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: 
     try:
         rebuilt[segment_id] = [pinned_zeros(struct) for struct in structs]
     except (MemoryError, RuntimeError) as e:
-        _logger.error("host pool: segment %d could not be allocated again (%s); the pool is one smaller", segment_id, e)
+        _logger.error(
+            "host pool: segment %d could not be allocated again (%s): its copies fail until the engine restarts",
+            segment_id,
+            e,
+        )
 
 
 def _end(threads: list[threading.Thread], stop: threading.Event, segments: list[Segment]) -> None:

@@ -88,7 +88,7 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
         if num_segments < 2:
             _logger.warning(
                 "host memory for %d segments; expected at least 2, for chunks and for states: nothing is offloaded; "
-                "free host memory, raise TPU_OFFLOAD_HOST_GB or lower TPU_OFFLOAD_HOST_SEGMENT_GB",
+                "free host memory, raise TPU_OFFLOAD_HOST_MEMORY_FRACTION or lower TPU_OFFLOAD_HOST_SEGMENT_GB",
                 num_segments,
             )
             return HostPlan()

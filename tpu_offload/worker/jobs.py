@@ -197,7 +197,7 @@ class WorkerJobs:
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
             kind = "storage" if job.of_storage else "load" if job.writes_caches else "save"
-            _logger.warning("job %d (%s) failed: %s; the scheduler's log names its request", job_id, kind, job.error)
+            _logger.warning("job %d (%s) failed: %s", job_id, kind, job.error)
         positions = job.failed_positions() if job.error else ()
         seconds = self._clock() - job.started_s
         self._results.append(

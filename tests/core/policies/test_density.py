@@ -466,6 +466,20 @@ def test_forgotten_runs_are_freed_while_an_old_one_stays(monkeypatch) -> None:
     tier.index.unpin(oldest)
 
 
+def test_uses_without_saves_take_no_memory(monkeypatch) -> None:
+    """A working set that fits HBM: requests use chunks of which some were evicted, and nothing is saved for days."""
+    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
+    tier = Tier(DensityPolicy(), 50)
+    policy, prompts = density_of(tier), [chain("a", 30), chain("b", 30)]
+    for prompt in prompts:
+        tier.serve(prompt)
+    for _ in range(500):
+        for prompt in prompts:
+            tier.num_served += 1
+            tier.index.touch(tier.new_use(), prompt, len(prompt))
+            assert len(policy._tracked) <= policy._runs.max_entries + 2
+
+
 def test_the_same_requests_give_the_same_hits() -> None:
     prompts = list(conversations(random.Random(0), 1000))
     found = [[tier.serve(prompt) for prompt in prompts] for tier in (Tier(DensityPolicy(), 80) for _ in range(2))]

@@ -318,6 +318,12 @@ class DensityPolicy(EvictionPolicy):
             self._queues.place(run)
         if run.num_resident < len(run.keys):
             self._tracked.append((run.number, run.life))
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Keeps the queue of tracked runs short: also while requests use chunks, and nothing is saved."""
+        if len(self._tracked) > self._runs.max_entries:
+            self._tracked = deque(dict.fromkeys(entry for entry in self._tracked if self._runs.with_life(entry)))
 
     def _forget_oldest(self) -> None:
         """Stops tracking the chunks evicted longest ago while too many are tracked."""
@@ -331,8 +337,7 @@ class DensityPolicy(EvictionPolicy):
             self._num_known -= len(keys)
             if not run.num_resident:
                 self._runs.remove(run)
-        if len(self._tracked) > self._runs.max_entries:  # stale ones in the middle
-            self._tracked = deque(dict.fromkeys(entry for entry in self._tracked if self._runs.with_life(entry)))
+        self._drop_stale()
 
     def _advance(self, use: Use, num_chunks: int) -> None:
         self._newest_use_id = max(self._newest_use_id, use.use_id)

@@ -1,8 +1,8 @@
 """The keys of runs, and the run of each key, in containers that the garbage collector does not traverse.
 
 Each of its passes visits every reference in lists and in dicts of objects: at a million keys that stops the engine for
-100 ms. It does not visit tuples of keys, nor tuples of those, nor dicts from keys to ints. Of a run it visits the run
-and its `RunKeys`; of queue entries with numbers of runs, nothing.
+100 ms. It does not visit tuples of keys, nor tuples of those, nor dicts from keys to ints, nor queue entries with
+numbers of runs. Of a run it visits the run, its `RunKeys`, and its entries in `RunQueues`.
 """
 
 import itertools
