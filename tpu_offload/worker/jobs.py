@@ -196,8 +196,8 @@ class WorkerJobs:
         del self._jobs[job_id]
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
-            kind = "storage" if job.of_storage else "load" if job.writes_caches else "save"
-            _logger.warning("job %d (%s) failed: %s", job_id, kind, job.error)
+            what = "storage" if job.of_storage else "into HBM" if job.writes_caches else "out of HBM"
+            _logger.warning("job %d (%s) failed: %s", job_id, what, job.error)
         positions = job.failed_positions() if job.error else ()
         seconds = self._clock() - job.started_s
         self._results.append(
