@@ -148,7 +148,7 @@ class TierContext:
     @property
     def num_full_groups(self) -> int:
         """Those with full attention, which come first. One, if the host tier is on (`KVLayout.check_tier`)."""
-        return self.num_groups - len(self.window_chunks) - self.has_states
+        return len(self.groups) - len(self.checkpoint_groups)
 
     @property
     def has_states(self) -> bool:

@@ -6,7 +6,7 @@ A job ends when every worker has reported it, or has acknowledged that it will r
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, final
+from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import Checkpoint
@@ -14,7 +14,6 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
 _ORDER = {kind: number for number, kind in enumerate(JobKind)}
-_NO_NUMBERS: Final[frozenset[int]] = frozenset()
 
 
 def _place(job: "Job") -> int:
@@ -106,11 +105,11 @@ class Job:
         self.checkpoint = checkpoint
         self.state: JobState = JobState.PLANNED
         self.all_failed = False
-        self.failed_blocks: frozenset[int] = _NO_NUMBERS
+        self.failed_blocks: frozenset[int] = frozenset()
         self.copy_failed = False
         self.is_void = False
         self.detached = False
-        self.missing: frozenset[int] = _NO_NUMBERS
+        self.missing: frozenset[int] = frozenset()
         self.num_found: tuple[int, ...] = ()
         self.error = ""
         self.duration_s = 0.0

@@ -1,12 +1,10 @@
 """A load before it is a job: promised by a match, then waiting for the next plan."""
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.types import ChunkKey, CopyPart
-
-_NO_NUMBERS: Final[frozenset[int]] = frozenset()
 
 
 @final
@@ -89,7 +87,7 @@ class WaitingLoad:
         self.num_staging_blocks = num_staging_blocks
         self.waits_until_s = waits_until_s
         self.checkpoint = checkpoint
-        self.failed_blocks: frozenset[int] = _NO_NUMBERS
+        self.failed_blocks: frozenset[int] = frozenset()
         self.all_failed = False
         self.error = ""
 
