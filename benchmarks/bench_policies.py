@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import gc
 import multiprocessing
-import os
 import random
 import sys
 import time
@@ -30,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from common import Spread, Stopwatch, count, in_turn, make_parser, write_json
 
 from tpu_offload import ChunkKey, EvictionPolicy, Residents, Use
@@ -233,7 +233,7 @@ class SteadyServer:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def serve_steadily(parent: Connection, policy: str, num_chunks: int, prompt_chunks: int) -> None:

@@ -276,8 +276,8 @@ def test_the_garbage_collector_looks_at_few_references(policy) -> None:
     )
 
 
-def test_of_a_run_the_garbage_collector_visits_two_objects() -> None:
-    """With prompts of 20 chunks, of which four are tracked for each resident one, that is per chunk half an object."""
+def test_the_garbage_collector_visits_no_keys_of_a_run_and_no_entries_of_evicted_ones() -> None:
+    """Of a run it visits the run, its `RunKeys`, and its entries in the queues of those that may be evicted."""
     policy = DensityPolicy()
     index = ChunkIndex(policy)
     index.grow(1000)
