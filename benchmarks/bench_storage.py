@@ -34,7 +34,7 @@ from tpu_offload.storage.file import FileTier
 from tpu_offload.storage.format import PAGE_NBYTES, checksum_of
 
 _MIB = 2**20
-_NUM_THREADS = 3  # as `worker.storage_threads`
+_NUM_THREADS = 3  # as `worker.storage.threads`
 _KEYS_FINGERPRINT = bytes(16)
 _HUGE_PAGE_NBYTES = 2**21
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_storage_copies.py --sizes 1 4 16 --json copies.json
 
-- `host`, `hbm`: the paths of `kernels.slot_paths`. The main thread dispatches a program that copies the slot to or from
-  a payload, an I/O thread copies between the payload and its buffer.
+- `host`, `hbm`: the paths of `kernels.payload_paths`. The main thread dispatches a program that copies the slot to or
+  from a payload, an I/O thread copies between the payload and its buffer.
 - `address`: an I/O thread copies between its buffer and the memory of the segment, by its address; no program. The
   library does not do that (docs/transfers.md says why).
 - `memcpy`: an I/O thread copies between two buffers.

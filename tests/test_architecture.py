@@ -26,7 +26,7 @@ FOUNDATION = {
     "piece_keys",
     "metrics",
     "copy_profile",
-    "records",
+    "frozen",
     "native",
 }
 PARTS = {"core", "kernels", "memory"}

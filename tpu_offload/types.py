@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NewType, Self
 
-from tpu_offload.records import record
+from tpu_offload.frozen import record
 
 BlockHash = NewType("BlockHash", bytes)
 """Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""

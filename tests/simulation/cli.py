@@ -10,7 +10,7 @@ import click
 from tests.simulation import campaign, shrink, trace
 from tpu_offload.cli.command import run_command, run_process
 from tpu_offload.cli.options import Command, input_file, number, option
-from tpu_offload.cli.report import progress
+from tpu_offload.cli.tables import progress
 from tpu_offload.errors import InputError
 
 _MAX_SHOWN = 3  # number of violations that are shrunk; one of each kind

@@ -12,8 +12,8 @@ from tests.soak.soak import soak
 from tests.soak.storage import StorageKind
 from tpu_offload.cli.command import run_command, run_process
 from tpu_offload.cli.options import Command, option
-from tpu_offload.cli.report import ReportConsole
 from tpu_offload.cli.serving import MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
+from tpu_offload.cli.tables import ReportConsole
 from tpu_offload.config import OffloadConfig
 from tpu_offload.measure import check_backend
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tests.soak.container_census import SizeHistory
 from tests.soak.faults import STORAGE_FAULTS, Fault
-from tpu_offload.cli.report import build_table, print_differences
+from tpu_offload.cli.tables import build_table, print_differences
 from tpu_offload.replay.comparison import outcome
 
 MAX_GROWTH_MIB = 5.0

@@ -32,7 +32,7 @@ from tests.soak.faults import Fault, Faults
 from tests.soak.plan import Plan
 from tests.soak.report import Round
 from tests.soak.storage import FaultyFileTier, Storage, opened
-from tpu_offload.cli.report import progress
+from tpu_offload.cli.tables import progress
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
 from tpu_offload.replay.comparison import find_differences

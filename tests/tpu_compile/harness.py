@@ -253,7 +253,7 @@ def build(name: str, spec: Any, case: Case) -> Any:
     import jax
 
     from tests.tpu_compile import alternatives, decoder
-    from tpu_offload.kernels import FusedStep, fused_step_structs, programs, slot_programs
+    from tpu_offload.kernels import FusedStep, fused_step_structs, payload_programs, programs
 
     if name in ALTERNATIVES and name != "untied_fused_step":
         return getattr(alternatives, name)(spec, case.bucket)
@@ -269,7 +269,7 @@ def build(name: str, spec: Any, case: Case) -> Any:
             alternatives.untied(decoder.step) if name.startswith("untied") else decoder.step, donate_argnums=(1, 5)
         )
         return programs.Program(name, step, args, "tpu")
-    make = getattr(programs if hasattr(programs, name) else slot_programs, name)
+    make = getattr(programs if hasattr(programs, name) else payload_programs, name)
     program = make(spec) if name.startswith("direct") else make(spec, case.bucket)
     if not case.donate:
         program = dataclasses.replace(program, function=jax.jit(program.function.__wrapped__))

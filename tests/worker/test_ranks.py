@@ -19,8 +19,8 @@ from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadConfi
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import BlockMoves, Flight, Phase, part_of_rank
 from tpu_offload.types import Direction, JobKind, StepPlan, StepReport
-from tpu_offload.worker import storage_stack
 from tpu_offload.worker.host_memory import check_copied
+from tpu_offload.worker.storage import stack as storage_stack
 
 
 def caches_of_ranks(num_ranks=4, num_blocks=8):

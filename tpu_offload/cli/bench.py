@@ -15,12 +15,12 @@ import click
 import jax
 from rich.table import Column, Table
 
+from tpu_offload.cli.files import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.html.bench import bench_page
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, number, option
-from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
-from tpu_offload.cli.report import ReportConsole, build_table
+from tpu_offload.cli.tables import ReportConsole, build_table
 from tpu_offload.config import CopyPath
 from tpu_offload.errors import InputError
 from tpu_offload.measure import (

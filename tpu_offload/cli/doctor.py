@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from tpu_offload.cli.files import output_file, write_json
 from tpu_offload.cli.options import Command, option
-from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.errors import InputError
 
 _CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from tpu_offload.cli.files import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
-from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.errors import InputError
 from tpu_offload.plan import (
     WEIGHTS,

@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tpu_offload.cli.report import ReportConsole, build_table
+from tpu_offload.cli.tables import ReportConsole, build_table
 from tpu_offload.plan import MFU_RANGE, Hits, Plan, TierRate, advice, serve_command
 
 _GB = 2**30

@@ -14,12 +14,12 @@ from typing import Any
 import click
 from rich.table import Table
 
+from tpu_offload.cli.files import check_outputs, write_file
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.html.replay import replay_page, swap_page
 from tpu_offload.cli.options import Command, number
-from tpu_offload.cli.output import check_outputs, write_file
-from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, print_outcome, progress
 from tpu_offload.cli.serving import ENGINE_FLAGS, MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
+from tpu_offload.cli.tables import ReportConsole, Row, at_path, build_table, format_number, print_outcome, progress
 from tpu_offload.config import LoadMode, OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
 from tpu_offload.errors import InputError

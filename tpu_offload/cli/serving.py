@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from tpu_offload.cli.files import output_file, write_json
 from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Decorator, FiniteFloat, input_file, number, option
-from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.engine import ModelConfig
 from tpu_offload.measure import device_errors, environment
 from tpu_offload.replay.setup import MODELS, ServingOptions

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
+from tpu_offload.cli.files import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
-from tpu_offload.cli.output import check_outputs, output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
 from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.config.storage_tiers import SEPARATOR
@@ -295,7 +295,7 @@ def _stack(options: _Options, sizes: Sequence[int]) -> tuple[StorageSetup, ...]:
 
 
 def _run_cases(experiment: Experiment, cases: Sequence[Case], *, num_jobs: int) -> list[Result]:
-    from tpu_offload.cli.report import progress
+    from tpu_offload.cli.tables import progress
 
     results: dict[int, Result] = {}
     with (

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
+from tpu_offload.cli.tables import ReportConsole, build_table, format_number
 from tpu_offload.config.storage_tiers import SEPARATOR
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Experiment, HitCounts, Result, Trace

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import click
 
 from tpu_offload.cli.command import require
+from tpu_offload.cli.files import output_file, write_json
 from tpu_offload.cli.interrupts import stop_on_interrupt
 from tpu_offload.cli.options import Decorator, number, option
-from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.errors import ConfigError, InputError, OffloadError
 from tpu_offload.storage import (
     STORAGE_TIERS,
@@ -112,7 +112,7 @@ def _verify(argv: list[str], store: _Store, *, sample: int | None, json: Path | 
 
 def _check(argv: list[str], store: _Store, *, headers_only: bool, sample_size: int | None, json: Path | None) -> int:
     from tpu_offload.cli import tier_report
-    from tpu_offload.cli.report import progress
+    from tpu_offload.cli.tables import progress
 
     name, survey = "stats" if headers_only else "verify", Survey()
     with _opened(store) as inspector, stop_on_interrupt() as stops:
@@ -154,7 +154,7 @@ def _check(argv: list[str], store: _Store, *, headers_only: bool, sample_size: i
 @_json
 def _clear(argv: list[str], store: _Store, *, yes: bool, json: Path | None) -> int:
     from tpu_offload.cli import tier_report
-    from tpu_offload.cli.report import progress
+    from tpu_offload.cli.tables import progress
 
     num_deleted = 0
     with _opened(store) as inspector:

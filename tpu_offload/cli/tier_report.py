@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from tpu_offload.cli.report import ReportConsole
+from tpu_offload.cli.tables import ReportConsole
 from tpu_offload.storage import StoredRecord, Survey, Verdict, Verification
 
 _MAX_ROWS = 40

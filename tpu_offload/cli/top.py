@@ -8,7 +8,7 @@ from rich.live import Live
 
 from tpu_offload.cli.interrupts import INTERRUPTED, stop_on_interrupt
 from tpu_offload.cli.options import Command, FiniteFloat, number, option
-from tpu_offload.cli.report import ReportConsole
+from tpu_offload.cli.tables import ReportConsole
 from tpu_offload.cli.top_view import has_restarted, view
 from tpu_offload.errors import InputError
 from tpu_offload.monitoring.scrape import Scrape

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from tpu_offload.cli.report import build_table
+from tpu_offload.cli.tables import build_table
 from tpu_offload.monitoring.scrape import Scrape
 
 _MIB = 2**20

@@ -46,14 +46,14 @@ class SaveEvent(enum.Enum):
 
 
 class StorageWriteEvent(enum.Enum):
-    """When chunks are written to the storage tier (see `tpu_offload.core.storage_planner`)."""
+    """When chunks are written to the storage tier (see `tpu_offload.core.storage.planner`)."""
 
     SAVE = "save"  # once they are in the host tier: cascade
     HOST_EVICTION = "eviction"  # when the host tier evicts them: demotion
 
 
 class StorageAdmission(enum.Enum):
-    """Which chunks the storage tier takes (see `tpu_offload.core.storage_admission`)."""
+    """Which chunks the storage tier takes (see `tpu_offload.core.storage.admission`)."""
 
     ALL = "all"
     SECOND_SIGHTING = "second_sighting"  # those that at least two requests contained
@@ -61,7 +61,7 @@ class StorageAdmission(enum.Enum):
 
 
 class StorageCopyPath(enum.Enum):
-    """How chunks move between the host pool and the buffers of storage (see `tpu_offload.kernels.slot_paths`)."""
+    """How chunks move between the host pool and the buffers of storage (see `tpu_offload.kernels.payload_paths`)."""
 
     AUTO = "auto"  # the fastest of the others on this machine; resolved by the worker
     HOST = "host"  # a call of the host's CPU in the device's queue

@@ -15,7 +15,7 @@ from tpu_offload.config.storage_tiers import STORAGE_SIZES
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkIndex, ChunkState, NewPieceKey
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.storage_planner import StoragePlanner
+from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.piece_keys import piece_key
 from tpu_offload.types import ChunkKey
 

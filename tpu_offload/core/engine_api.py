@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.errors import RequestError
-from tpu_offload.records import record
+from tpu_offload.frozen import record
 from tpu_offload.types import BlockHash, Direction
 from tpu_offload.values import as_integer, one_line
 

@@ -13,7 +13,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.load_stages import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats

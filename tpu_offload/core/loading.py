@@ -10,7 +10,7 @@ from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.load_stages import Promise, WaitingLoad
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
 

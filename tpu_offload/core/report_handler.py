@@ -13,7 +13,7 @@ from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.host_pools import HostPools
 from tpu_offload.core.index import overlaps
-from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error

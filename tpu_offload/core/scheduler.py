@@ -48,7 +48,7 @@ from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.core.report_handler import ReportHandler
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
-from tpu_offload.core.storage_stack import StorageStackPlanner
+from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import (

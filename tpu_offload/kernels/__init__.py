@@ -13,10 +13,10 @@ from tpu_offload.kernels.fused_plan import (
     make_fused_step,
     take_chunks,
 )
+from tpu_offload.kernels.payload_choice import make_slot_copiers, rank_slot_paths
+from tpu_offload.kernels.payload_paths import SLOT_PATHS, HbmPath, HostPath, SlotPath
+from tpu_offload.kernels.payloads import SlotCopier
 from tpu_offload.kernels.rank_parts import Part, part_of_rank
-from tpu_offload.kernels.slot_choice import make_slot_copiers, rank_slot_paths
-from tpu_offload.kernels.slot_paths import SLOT_PATHS, HbmPath, HostPath, SlotPath
-from tpu_offload.kernels.slots import SlotCopier
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 

@@ -11,7 +11,7 @@ trip count, so one compiled program serves jobs of every size:
   pick          segment -> host staging       first half of a staged load, on the host's CPU
   scatter       staging in HBM -> caches      second half of a staged load
 
-The programs that copy chunks of the host tier for storage are in `slot_programs`.
+The programs that copy chunks of the host tier for storage are in `payload_programs`.
 
 The direct programs gather the pages of a stripe in HBM, which takes one block, and send each stripe in one DMA. The
 DMAs of a block's stripes are in flight together; two into the same array would be serialized

@@ -16,8 +16,8 @@ from typing import final
 
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
-from tpu_offload.core.storage_reads import MAX_PROMOTIONS
-from tpu_offload.core.storage_writes import MAX_DEMOTIONS
+from tpu_offload.core.storage.reads import MAX_PROMOTIONS
+from tpu_offload.core.storage.writes import MAX_DEMOTIONS
 from tpu_offload.sim.hbm import HBMResult, no_hbm
 from tpu_offload.sim.storage import StorageSetup, StorageTier
 from tpu_offload.sim.tier import Tier

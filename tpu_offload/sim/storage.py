@@ -1,4 +1,4 @@
-"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.storage_planner` plans it.
+"""A simulated storage tier: what it is given, evicts and gives back, step by step as `core.storage.planner` plans it.
 
 Admission and the limits of a step are the library's own. No copy fails or takes longer than its step, and what may be
 in flight is not limited. A tier has no prefix rule: it may hold the tail of a prefix whose head is in the host tier
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from tpu_offload.config import StorageAdmission, StorageWriteEvent
-from tpu_offload.core.storage_admission import AdmissionFilter
-from tpu_offload.core.storage_writes import MAX_CASCADES, MAX_DEMOTIONS
+from tpu_offload.core.storage.admission import AdmissionFilter
+from tpu_offload.core.storage.writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 
 

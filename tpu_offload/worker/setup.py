@@ -10,7 +10,7 @@ from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
 from tpu_offload.values import as_count, one_line
-from tpu_offload.worker.storage_stack import StorageStack
+from tpu_offload.worker.storage.stack import StorageStack
 from tpu_offload.worker.tier_copies import TierCopies
 
 

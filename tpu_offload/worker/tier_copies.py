@@ -25,7 +25,7 @@ from tpu_offload.kernels import (
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
-from tpu_offload.worker.forward_pass import ForwardPassCopies
+from tpu_offload.worker.fused_copies import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
 from tpu_offload.worker.host_memory import HostPlan
 from tpu_offload.worker.jobs import WorkerJobs

@@ -43,7 +43,7 @@ from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, describe_setup
-from tpu_offload.worker.storage_stack import StorageStack
+from tpu_offload.worker.storage.stack import StorageStack
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier_copies import TierCopies
 from tpu_offload.worker.tier_pools import TierPools

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 from vllm.config import SchedulerConfig
 
 from tpu_offload.adapters.vllm.names import has_this_connector
-from tpu_offload.adapters.vllm.wrap_once import wrap_once
+from tpu_offload.adapters.vllm.patching import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

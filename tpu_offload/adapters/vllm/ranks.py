@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from tpu_offload import RankPlans, StepReport
 from tpu_offload.adapters.vllm.messages import PlanMessage
-from tpu_offload.adapters.vllm.wrap_once import wrap_once
+from tpu_offload.adapters.vllm.patching import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tpu_offload.adapters.vllm.names import has_this_connector
-from tpu_offload.adapters.vllm.wrap_once import wrap_once
+from tpu_offload.adapters.vllm.patching import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,8 +1,8 @@
 """The flag `--html`."""
 
 from tpu_offload.cli.command import require
+from tpu_offload.cli.files import output_file
 from tpu_offload.cli.options import Decorator, option
-from tpu_offload.cli.output import output_file
 
 
 def html_flag() -> Decorator:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Container, Sequence
 from typing import ClassVar, final
 
 from tpu_offload.core.chunk_table import Entries
+from tpu_offload.frozen import record
 from tpu_offload.native import Given, mypyc_attr
-from tpu_offload.records import record
 from tpu_offload.types import ChunkKey
 
 

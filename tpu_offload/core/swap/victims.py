@@ -7,8 +7,8 @@ from typing import Any
 from tpu_offload.core.block_tables import read_ids, read_tables
 from tpu_offload.core.validate import check_count, check_iterable, check_request
 from tpu_offload.errors import RequestError
+from tpu_offload.frozen import record
 from tpu_offload.native import Given
-from tpu_offload.records import record
 from tpu_offload.values import one_line
 
 

@@ -28,7 +28,9 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
-from tpu_offload.worker import OffloadWorker, storage_records, storage_stack
+from tpu_offload.worker import OffloadWorker
+from tpu_offload.worker.storage import records as storage_records
+from tpu_offload.worker.storage import stack as storage_stack
 
 SIZE = BLOCKS_PER_CHUNK
 

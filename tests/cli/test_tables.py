@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tpu_offload.cli import replay, report
+from tpu_offload.cli import replay, tables
 from tpu_offload.engine import PromptTokens, RequestStats
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.replay import comparison
@@ -119,11 +119,11 @@ def test_hits_are_compared_with_the_same_requests():
 
 def test_a_row_has_a_cell_for_each_side():
     sides = {"a": {"b": 2**20, "c": 2**21}, "s": 0.25}, {"a": {"b": 0}, "s": None}
-    assert report.Row("one", "a.b").cells(sides) == ("one", "1,048,576", "0")
-    assert report.Row("two", ("a.b", "a.c"), "MiB").cells(sides) == ("two", "1.0 + 2.0", "0.0 + -")
-    assert report.Row("of", ("a.b", "a.c"), "id", " of ", only_last=True).cells(sides) == ("of", "", "0 of -")
-    assert report.Row("time", "s", "s").cells(sides) == ("time", "250.0 ms", "-")
-    assert report.Row("text", lambda side: f"<{side['s']}>").cells(sides) == ("text", "<0.25>", "<None>")
+    assert tables.Row("one", "a.b").cells(sides) == ("one", "1,048,576", "0")
+    assert tables.Row("two", ("a.b", "a.c"), "MiB").cells(sides) == ("two", "1.0 + 2.0", "0.0 + -")
+    assert tables.Row("of", ("a.b", "a.c"), "id", " of ", only_last=True).cells(sides) == ("of", "", "0 of -")
+    assert tables.Row("time", "s", "s").cells(sides) == ("time", "250.0 ms", "-")
+    assert tables.Row("text", lambda side: f"<{side['s']}>").cells(sides) == ("text", "<0.25>", "<None>")
 
 
 def test_comparison_table(capsys):

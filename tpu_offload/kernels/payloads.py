@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tpu_offload.kernels.compiled import CompiledPrograms
 from tpu_offload.kernels.copier import ArenaView, fetch_early
-from tpu_offload.kernels.slot_paths import SlotPath
+from tpu_offload.kernels.payload_paths import SlotPath
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, TransferSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

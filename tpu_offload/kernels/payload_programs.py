@@ -8,7 +8,7 @@
 Segment and payload are both in pinned host memory. For the first two the TPU compiler makes a call of the host, which
 takes no HBM and takes a turn in the device's queue, with the device idle beside it. For the other two it makes DMAs:
 each byte crosses the bus twice and takes a place in HBM, one or two blocks in all, because the loop reuses it. Which is
-faster depends on the machine (`slot_paths`).
+faster depends on the machine (`payload_paths`).
 
 As in `programs`, segments are donated to what writes them and updated in place, and each program returns a token.
 """

@@ -6,10 +6,11 @@ import pytest
 
 from tests.jobs import key_of
 from tests.storage.memory_tier import NAME, SHARED, SharedTier
-from tests.storage.test_worker import StorageEngine, io_threads
 from tests.worker.engine import FAILED, FINISHED, Engine
+from tests.worker.test_storage import StorageEngine, io_threads
 from tpu_offload.types import CopyJob, JobKind, JobState
-from tpu_offload.worker import storage_lookups, storage_stack
+from tpu_offload.worker.storage import lookups as storage_lookups
+from tpu_offload.worker.storage import stack as storage_stack
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.storage.checkpoint_lives import (
 from tests.storage.memory_tier import NAME
 from tpu_offload import BlockHasher, Match, MatchState, OffloadConfig, OffloadScheduler
 from tpu_offload.core.index import Checkpoint
-from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.piece_keys import piece_key
 from tpu_offload.types import BlockHash, ChunkKey, JobKind
 

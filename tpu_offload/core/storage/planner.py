@@ -1,11 +1,11 @@
 """Copies between the host tier and one storage tier, as the scheduler plans them.
 
-Several tiers have a planner each (`core.storage_stack`); here, *storage* is the tier of this one. What is written and
-deleted is decided in `core.storage_writes`, what is read in `core.storage_reads`, and what a shared tier is asked for
-in `core.storage_lookups`. All are kinds of job like any other: every worker has to report them, and they have a
+Several tiers have a planner each (`core.storage.stack`); here, *storage* is the tier of this one. What is written and
+deleted is decided in `core.storage.writes`, what is read in `core.storage.reads`, and what a shared tier is asked for
+in `core.storage.lookups`. All are kinds of job like any other: every worker has to report them, and they have a
 deadline and one end.
 
-The scheduler has the index of what is stored (`core.stored_records`). A record is stored once every worker has written
+The scheduler has the index of what is stored (`core.storage.records`). A record is stored once every worker has written
 it, had it when it started (`adopt`), or has found it in a tier that other engines share. It occupies storage from the
 planning of its write until every worker has deleted it, so no private tier ever holds more than its size.
 
@@ -25,11 +25,11 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.storage_jobs import STORAGE_JOBS, WRITES, TierJobs
-from tpu_offload.core.storage_lookups import LookupPlanner
-from tpu_offload.core.storage_reads import StorageReads, TierNeighbors
-from tpu_offload.core.storage_writes import StorageWrites
-from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.core.storage.jobs import STORAGE_JOBS, WRITES, TierJobs
+from tpu_offload.core.storage.lookups import LookupPlanner
+from tpu_offload.core.storage.reads import StorageReads, TierNeighbors
+from tpu_offload.core.storage.records import StoredRecords
+from tpu_offload.core.storage.writes import StorageWrites
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
 

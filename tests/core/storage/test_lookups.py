@@ -11,8 +11,8 @@ from tests.storage.fakes import SharedEngine, StorageEngine, prompt
 from tests.storage.lives import live_shared
 from tpu_offload import JobResult, JobState, MatchState, RequestLimits
 from tpu_offload.config import LoadMode
-from tpu_offload.core import storage_lookups
 from tpu_offload.core.load_costs import LoadCosts
+from tpu_offload.core.storage import lookups as storage_lookups
 from tpu_offload.types import JobKind
 
 A, B, C = prompt(1), prompt(2), prompt(3)

@@ -96,7 +96,7 @@ def test_a_chunk_is_not_written_by_two_jobs_at_once():
 
 
 def test_those_nearest_to_their_heads_are_kept_if_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.storage_writes.MAX_DEMOTIONS", 3)
+    monkeypatch.setattr("tpu_offload.core.storage.writes.MAX_DEMOTIONS", 3)
     engine = make()
     engine.fill(A)
     engine.fill(B)

@@ -19,9 +19,9 @@ from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job
-from tpu_offload.core.storage_admission import AdmissionFilter
-from tpu_offload.core.storage_jobs import ACCOUNT, TierJobs
-from tpu_offload.core.stored_records import Keys, StoredRecords
+from tpu_offload.core.storage.admission import AdmissionFilter
+from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
+from tpu_offload.core.storage.records import Keys, StoredRecords
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
 

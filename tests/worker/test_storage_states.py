@@ -21,9 +21,9 @@ from tpu_offload.piece_keys import part_keys, piece_key
 from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.format import PAGE_NBYTES
 from tpu_offload.types import CopyJob, CopyPart, HostDivision, JobKind, StepPlan
-from tpu_offload.worker import storage_records
-from tpu_offload.worker.storage_records import StorageItem, StorageRecords, record_payload_nbytes
-from tpu_offload.worker.storage_slots import SlotPool
+from tpu_offload.worker.storage import records as storage_records
+from tpu_offload.worker.storage.records import StorageItem, StorageRecords, record_payload_nbytes
+from tpu_offload.worker.storage.slots import SlotPool
 
 GB = 2**30
 SIZE, NUM_LAYERS, NUM_BLOCKS, NUM_ROWS = 2, 2, 16, 8  # blocks in a chunk; blocks and rows in the caches

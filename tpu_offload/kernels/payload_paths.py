@@ -1,19 +1,19 @@
 """The paths of a chunk between the host tier and a payload, which I/O threads may use.
 
-Which one is faster depends on the machine, see `slot_choice`.
+Which one is faster depends on the machine, see `payload_choice`.
 """
 
 import abc
 from typing import final
 
 from tpu_offload.config import StorageCopyPath
-from tpu_offload.kernels import slot_programs
+from tpu_offload.kernels import payload_programs
 from tpu_offload.kernels.programs import Program
 from tpu_offload.kernels.spec import TransferSpec
 
 
 class SlotPath(abc.ABC):
-    """A pair of programs that copy a chunk's slot to and from a payload (see `slot_programs`)."""
+    """A pair of programs that copy a chunk's slot to and from a payload (see `payload_programs`)."""
 
     path: StorageCopyPath
     """Its setting."""
@@ -37,8 +37,8 @@ class HostPath(SlotPath):
 
     path = StorageCopyPath.HOST
     max_hbm_blocks = 1
-    read = staticmethod(slot_programs.read_slot)
-    write = staticmethod(slot_programs.write_slot)
+    read = staticmethod(payload_programs.read_slot)
+    write = staticmethod(payload_programs.write_slot)
 
 
 @final
@@ -47,8 +47,8 @@ class HbmPath(SlotPath):
 
     path = StorageCopyPath.HBM
     max_hbm_blocks = 2
-    read = staticmethod(slot_programs.read_slot_hbm)
-    write = staticmethod(slot_programs.write_slot_hbm)
+    read = staticmethod(payload_programs.read_slot_hbm)
+    write = staticmethod(payload_programs.write_slot_hbm)
 
 
 SLOT_PATHS: tuple[type[SlotPath], ...] = (HostPath, HbmPath)

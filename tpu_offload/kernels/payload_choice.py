@@ -18,8 +18,8 @@ import numpy as np
 from tpu_offload.config import StorageCopyPath
 from tpu_offload.errors import CompileError, ConfigError, TransferError
 from tpu_offload.kernels.copier import ArenaView, Segment
-from tpu_offload.kernels.slot_paths import SLOT_PATHS, SlotPath
-from tpu_offload.kernels.slots import SlotCopier
+from tpu_offload.kernels.payload_paths import SLOT_PATHS, SlotPath
+from tpu_offload.kernels.payloads import SlotCopier
 from tpu_offload.kernels.spec import TransferSpec
 
 _logger = logging.getLogger(__name__)

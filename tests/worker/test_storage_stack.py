@@ -11,10 +11,10 @@ import pytest
 
 from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, NAME, SHARED, MemoryTier
-from tests.storage.test_worker import FAILED, FINISHED, SIZE, StorageEngine
+from tests.worker.test_storage import FAILED, FINISHED, SIZE, StorageEngine
 from tpu_offload.errors import ConfigError
 from tpu_offload.types import JobKind, JobResult
-from tpu_offload.worker import storage_stack
+from tpu_offload.worker.storage import stack as storage_stack
 
 
 class TwoTiers(StorageEngine):

@@ -12,8 +12,8 @@ from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.storage_jobs import ACCOUNT, TierJobs
-from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
+from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 

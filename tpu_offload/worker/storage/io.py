@@ -3,12 +3,12 @@
 The thread that dispatches the model never waits for storage. A cascade copies each slot into a separate array, in
 program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
 I/O thread reads into a buffer and verifies the records (`storage.format`); `collect` then dispatches the copy into the
-slot. A slot holds a chunk or a state: its pool knows how it is copied (`worker.storage_slots`), and the I/O threads
-know how its bytes are stored (`worker.storage_records`). I/O threads never access segments. Each tier has its own
-threads, buffers and bound, so that one that hangs blocks none of the others (`worker.storage_stack`).
+slot. A slot holds a chunk or a state: its pool knows how it is copied (`worker.storage.slots`), and the I/O threads
+know how its bytes are stored (`worker.storage.records`). I/O threads never access segments. Each tier has its own
+threads, buffers and bound, so that one that hangs blocks none of the others (`worker.storage.stack`).
 
 Reads and writes use separate threads, so no read waits behind a write; lookups in a shared tier have one of their own
-(`worker.storage_lookups`). One thread does all writes and deletions of a key, in the order of their jobs, so a late
+(`worker.storage.lookups`). One thread does all writes and deletions of a key, in the order of their jobs, so a late
 write never lands after the deletion that follows it. When storage is cleared, the other threads that write wait.
 """
 
@@ -27,10 +27,10 @@ from tpu_offload.types import ChunkKey, CopyJob, CopyPart
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import error_line
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.storage_lookups import StorageLookups
-from tpu_offload.worker.storage_records import StorageItem, StorageRecords
-from tpu_offload.worker.storage_slots import SlotPool, pool_of
-from tpu_offload.worker.storage_threads import StorageThreads
+from tpu_offload.worker.storage.lookups import StorageLookups
+from tpu_offload.worker.storage.records import StorageItem, StorageRecords
+from tpu_offload.worker.storage.slots import SlotPool, pool_of
+from tpu_offload.worker.storage.threads import StorageThreads
 
 _logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.storage_jobs import STORAGE_JOBS
-from tpu_offload.core.storage_planner import StoragePlanner
+from tpu_offload.core.storage.jobs import STORAGE_JOBS
+from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.metrics import OffloadStats, TierStats
 from tpu_offload.types import ChunkKey, WorkerSetup
 

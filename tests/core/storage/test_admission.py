@@ -5,7 +5,7 @@ import pytest
 from tests.core.fakes import BLOCK_SIZE
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.config import StorageAdmission
-from tpu_offload.core.storage_admission import AdmissionFilter
+from tpu_offload.core.storage.admission import AdmissionFilter
 from tpu_offload.types import ChunkKey
 
 A, B = prompt(1), prompt(2)

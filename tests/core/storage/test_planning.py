@@ -110,7 +110,7 @@ def test_a_candidate_that_was_evicted_is_counted():
 
 
 def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.storage_writes._MAX_CANDIDATES", 3)
+    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_CANDIDATES", 3)
     engine = StorageEngine(num_host_chunks=16)
     engine.serve("a", A)
     assert engine.scheduler.stats().dropped_cascade_chunks == 1
@@ -170,7 +170,7 @@ def test_a_long_prompt_is_evicted_from_its_tail():
 
 
 def test_prefixes_that_wait_to_count_as_used_are_bounded(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.storage_writes._MAX_FINISHED", 2)
+    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 2)
     engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
     for name in "abcd":
         engine.serve(name, prompt(ord(name), num_blocks=10))

@@ -19,9 +19,9 @@ from tpu_offload.kernels import (
     SlotPath,
     TransferSpec,
     make_slot_copiers,
+    payload_choice,
     rank_slot_paths,
     reference,
-    slot_choice,
 )
 from tpu_offload.memory import pinned_zeros
 
@@ -173,7 +173,7 @@ class Clock:
     """Each path is timed by pairs of calls; the first path's take `seconds[0]`, the second's `seconds[1]`."""
 
     def __init__(self, *seconds):
-        steps = [step for s in seconds for step in [1.0, s] * slot_choice._NUM_TIMED]
+        steps = [step for s in seconds for step in [1.0, s] * payload_choice._NUM_TIMED]
         self._times = itertools.accumulate(steps)
 
     def __call__(self):
@@ -199,7 +199,7 @@ def copiers(wanted, monkeypatch, *, ranking=None, precompile=True, broken=()):
     if ranking is not None:
         monkeypatch.setattr(TransferSpec, "platform", "tpu-like")
         monkeypatch.setattr(
-            slot_choice, "rank_slot_paths", lambda paths, *_, **__: {p: 0.25 for p in ranking if p in paths}
+            payload_choice, "rank_slot_paths", lambda paths, *_, **__: {p: 0.25 for p in ranking if p in paths}
         )
     monkeypatch.setattr(SlotCopier, "compile", lambda self: refuse(self._path) if self._path in broken else None)
     ((made,),) = make_slot_copiers(
@@ -213,7 +213,7 @@ def refuse(path):
 
 
 def test_on_cpu_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(slot_choice, "rank_slot_paths", None)
+    monkeypatch.setattr(payload_choice, "rank_slot_paths", None)
     assert copiers("auto", monkeypatch) is HostPath
     assert copiers("host", monkeypatch) is HostPath
     assert copiers("hbm", monkeypatch) is HbmPath

@@ -1,7 +1,7 @@
 """The storage tiers of one process, nearest first: their copies, and what they share.
 
 Copy programs and the format of records are the same for all tiers. Threads, buffers, and the bound on chunks in flight
-belong to one tier each (`worker.storage_io`), so a tier that hangs, such as a frozen server, delays no copy of another.
+belong to one tier each (`worker.storage.io`), so a tier that hangs, such as a frozen server, delays no copy of another.
 
 Data-parallel ranks have slots, jobs and schedulers of their own, and so each has its own tiers, with names of its own
 for what only they may change. In a tier that engines share, ranks share what they store, as these do: a record is the
@@ -28,9 +28,9 @@ from tpu_offload.storage.format import FINGERPRINT_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, JobKind
 from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.storage_io import StorageCopies
-from tpu_offload.worker.storage_records import record_payload_nbytes
-from tpu_offload.worker.storage_slots import SlotPool, pool_of
+from tpu_offload.worker.storage.io import StorageCopies
+from tpu_offload.worker.storage.records import record_payload_nbytes
+from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)

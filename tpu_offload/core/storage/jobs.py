@@ -7,7 +7,7 @@ from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
-from tpu_offload.core.stored_records import StoredRecords
+from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.types import ChunkKey, JobKind
 
 WRITES = (JobKind.CASCADE, JobKind.DEMOTE)

@@ -1,0 +1,1 @@
+"""Storage tiers as the scheduler sees them: what is written, read, looked up and deleted."""
