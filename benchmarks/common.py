@@ -112,17 +112,12 @@ def print_table(
 ) -> None:
     """Prints a table; a row that is None ends a section, and all columns after the labels are numbers."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(title=title)
-    for i, header in enumerate(headers):
-        table.add_column(header, justify="left" if i < num_labels else "right")
-    for row in rows:
-        if row is None:
-            table.add_section()
-        else:
-            table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+    from tpu_offload.cli.tables import build_table
+
+    columns = [Column(header, justify="left" if i < num_labels else "right") for i, header in enumerate(headers)]
+    Console(width=None if sys.stdout.isatty() else 240).print(build_table(title, columns, rows))
 
 
 def environment() -> dict[str, Any]:

@@ -45,7 +45,7 @@ ALLOWED = (
     | {"monitoring": FOUNDATION | {"monitoring"}}
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
     | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
-    | {"plan": FOUNDATION | {"sim", "plan"}}
+    | {"plan": FOUNDATION | {"storage", "sim", "plan"}}
     | {"doctor": FOUNDATION | {"core", "memory", "storage", "measure", "doctor"}}
     # It parses, calls and prints.
     | {

@@ -219,7 +219,7 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
     again = stack.add("b", tokens)
     stack.step()
     assert again.status is RequestStatus.WAITING
-    assert stack.offload._requests["b"].num_found_chunks == 2
+    assert stack.offload._requests["b"].last_match.num_found_chunks == 2
     assert stack.offload._requests["b"].promise is None
     held.clear()
     stack.drain()

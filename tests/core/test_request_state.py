@@ -3,11 +3,24 @@ from tpu_offload.core.request_state import RequestState
 from tpu_offload.native import is_compiled
 from tpu_offload.types import ChunkKey
 
+# What a preempted request does not hand on: where it is saved, it begins with what is given, and it has no load.
+OWN = {
+    "arrival",
+    "block_tables",
+    "load",
+    "num_deferred_chunks",
+    "num_offered_chunks",
+    "num_saved_chunks",
+    "num_tried_chunks",
+    "promise",
+    "revoked",
+}
 
-def test_a_copy_has_all_that_the_request_has():
+
+def test_what_is_saved_at_preemption_has_all_else_that_the_request_has():
     request = RequestState("r", account="r#0", use=Use(7), namespace=b"n")
-    names = [name for name in dir(request) if not name.startswith("_") and not callable(getattr(request, name))]
-    assert len(names) > 30
+    names = {name for name in dir(request) if not name.startswith("_") and not callable(getattr(request, name))}
+    assert names > OWN
     for name in names:  # so that nothing is as in a new request
         value = getattr(request, name)
         if type(value) in (bool, int, float):
@@ -15,7 +28,11 @@ def test_a_copy_has_all_that_the_request_has():
         elif not is_compiled():  # compiled attributes have types
             setattr(request, name, object())
     if is_compiled():
-        request.keys, request.block_tables = [ChunkKey(b"k")], [[1, 2]]
-    copied = request.copy()
-    assert copied is not request
-    assert {name: getattr(copied, name) for name in names} == {name: getattr(request, name) for name in names}
+        request.keys = [ChunkKey(b"k")]
+    saved = request.to_save_early([[1, 2]], 2)
+    assert {name: getattr(saved, name) for name in names - OWN} == {
+        name: getattr(request, name) for name in names - OWN
+    }
+    assert (saved.block_tables, saved.num_offered_chunks) == ([[1, 2]], 2)
+    assert (saved.promise, saved.load, saved.revoked) == (None, None, None)
+    assert saved.num_saved_chunks == saved.num_tried_chunks == saved.num_deferred_chunks == 0

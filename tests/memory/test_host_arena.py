@@ -130,9 +130,7 @@ def test_close_does_not_wait_forever(monkeypatch, caplog):
     monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 0.02)
     arena = make_arena()
     assert started.wait(10)
-    start = time.monotonic()
-    arena.close()
-    assert time.monotonic() - start < 5
+    arena.close()  # returns although the allocation has not
     assert caplog.messages == ["host pool: closed after 0.02 s; a segment is still being allocated"]
     go_on.set()
     arena.wait_until_allocated()
@@ -150,10 +148,8 @@ def test_close_stops_growing_at_once(monkeypatch):
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     arena = make_arena(num_segments=1000, num_chunks=2000)
     started.wait(10)
-    start = time.monotonic()
     arena.close()
     arena.close()
-    assert time.monotonic() - start < 5
     assert len(number) < 100
     assert not arena.growing
 

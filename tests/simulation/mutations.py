@@ -302,12 +302,9 @@ MUTATIONS = (
     Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.early.clear()", ""),
     Mutation(
         "a preempted request saves KV from before a reset",
-        "EarlySaves.preempt",
-        "saved.promise = saved.load = saved.revoked = None",
-        """
-        _0
-        saved.can_save = True
-        """,
+        "RequestState.to_save_early",
+        "saved.can_save = self.can_save",
+        "saved.can_save = True",
     ),
     Mutation("a tail is saved without its head", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
     Mutation(

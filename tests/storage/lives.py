@@ -246,7 +246,7 @@ class _SharedLife(Life):
         super()._check_match(name, found, since_s)
         scheduler, now_s = self.engine.scheduler, self.engine.clock.now_s
         request = scheduler._requests[name]
-        following = request.keys[request.num_found_chunks : request.num_found_chunks + 1]
+        following = request.keys[request.last_match.num_found_chunks : request.last_match.num_found_chunks + 1]
         if found.state is MatchState.ARRIVING and not any(
             scheduler._index.state(key) is ChunkState.PENDING for key in following
         ):

@@ -47,11 +47,14 @@ MUTATIONS = (
     Mutation(
         "a request waits anew each time that it is looked up",
         "LoadPlanner.answer",
-        "request.arriving_since_s is None",
+        "request.arrival.since_s is None",
         "True",
     ),
     Mutation(
-        "a request waits for storage for ever", "StorageReads.wait_s", "return request.storage_wait_s", "return 1e9"
+        "a request waits for storage for ever",
+        "StorageReads.wait_s",
+        "return request.arrival.storage_wait_s",
+        "return 1e9",
     ),
     Mutation("a forced recompute loads", "LoadCosts._prefers", "return self._mode is LoadMode.LOAD", "return True"),
     Mutation(
@@ -94,8 +97,13 @@ SHARED_MUTATIONS = (
         "job.state is not JobState.FINISHED",
         "not job.num_found",
     ),
-    Mutation("a request asks again and again", "LookupPlanner._want", "request.num_asked_chunks = end", "pass"),
-    Mutation("a failed read is asked for again", "LookupPlanner._unknown", "first < request.num_asked_chunks", "False"),
+    Mutation("a request asks again and again", "LookupPlanner._want", "request.arrival.num_asked_chunks = end", "pass"),
+    Mutation(
+        "a failed read is asked for again",
+        "LookupPlanner._unknown",
+        "first < request.arrival.num_asked_chunks",
+        "False",
+    ),
     Mutation("a late lookup is waited for", "LookupPlanner.ask", "self._is_late", "False"),
     Mutation(
         "the wait for a lookup has no end",
@@ -152,7 +160,7 @@ CHECKPOINT_MUTATIONS = (
     Mutation(
         "a request waits for its target for ever",
         "StorageStackPlanner.target_wait_s",
-        "return request.storage_wait_s or 0.0",
+        "return request.arrival.storage_wait_s or 0.0",
         "return 1e9",
     ),
     Mutation(

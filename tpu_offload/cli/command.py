@@ -14,18 +14,17 @@ import click
 
 from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
 from tpu_offload.errors import InputError, OffloadError
+from tpu_offload.storage import STORAGE_TIERS
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {
     "click": "cli",
     "flax": "engine",
-    "glide_sync": "valkey",
     "jinja2": "html",
-    "obstore": "object",
     "packaging": "cli",
     "plotly": "html",
     "rich": "cli",
-}
+} | {tier.package: name for name, tier in STORAGE_TIERS.items() if tier.package}
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Column
 
-from tpu_offload.cli.tables import ReportConsole
+from tpu_offload.cli.tables import ReportConsole, build_table
 from tpu_offload.storage import StoredRecord, Survey, Verdict, Verification
 
 _MAX_ROWS = 40
@@ -68,10 +68,10 @@ def print_holdings(report: Mapping[str, Any]) -> None:
     console = ReportConsole()
     headers = ("model", "worker", "generation", "", "chunks", "GB", "oldest", "newest")
     numbers = {"worker", "chunks", "GB", "oldest", "newest"}
-    table = Table(*(Column(text, justify="right" if text in numbers else "left", no_wrap=True) for text in headers))
+    columns = [Column(text, justify="right" if text in numbers else "left", no_wrap=True) for text in headers]
     rows = report["generations"]
-    for row in rows[:_MAX_ROWS]:
-        table.add_row(
+    lines = [
+        (
             f"{row['fingerprint'][:12]}...",
             str(row["worker_id"]),
             row["generation"],
@@ -81,11 +81,13 @@ def print_holdings(report: Mapping[str, Any]) -> None:
             _age(row["oldest_s"]),
             _age(row["newest_s"]),
         )
+        for row in rows[:_MAX_ROWS]
+    ]
     console.print(
         f"{report['store']}: {report['num_chunks']:,} chunks, {_gb(report['nbytes'])} GB", markup=False, highlight=False
     )
     if rows:
-        console.print(table)
+        console.print(build_table("", columns, lines))
     if len(rows) > _MAX_ROWS:
         console.print(f"and {len(rows) - _MAX_ROWS:,} more generations: --json has all")
     if report["num_foreign"]:

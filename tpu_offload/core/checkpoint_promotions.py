@@ -64,10 +64,10 @@ class CheckpointPromotions:
 
     def find_target(self, request: RequestState) -> int:
         """The target of a request after its last match, in chunks; 0 if there is none, or it can never be read."""
-        keys, end = request.keys, request.last_boundary
+        keys, end = request.keys, request.last_match.last_boundary
         tiers = self._readable()
         pieces = _Pieces(self._index, tiers, keys)
-        for boundary in _boundaries(tiers, keys, request.checkpoint_chunk, end):
+        for boundary in _boundaries(tiers, keys, request.last_match.checkpoint_chunk, end):
             if boundary > end:
                 continue
             if self._index.checkpoints.get(keys[boundary - 1]) is None:
@@ -75,7 +75,7 @@ class CheckpointPromotions:
                 if missing is not None:
                     end = missing  # all boundaries in between need it, too
                     continue
-            end = self.reach(keys, request.num_found_chunks, boundary)
+            end = self.reach(keys, request.last_match.num_found_chunks, boundary)
             if boundary <= end:
                 return boundary if self._may_fit(keys, boundary) else 0
         return 0

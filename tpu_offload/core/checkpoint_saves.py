@@ -84,7 +84,7 @@ class CheckpointSaves:
         num_savable = request.limits.num_savable_tokens(scheduled.num_prompt_tokens)
         prompt_end = min(max(0, scheduled.num_prompt_tokens - 1), num_savable) // self._chunk_tokens
         retained = self._retained(request, scheduled)
-        boundaries = {b for b in (prompt_end, request.junction_chunk, *retained) if first < b <= num_chunks}
+        boundaries = {b for b in (prompt_end, request.last_match.junction_chunk, *retained) if first < b <= num_chunks}
         rolling = {num_chunks} - boundaries if num_chunks > prompt_end else set()
         tails = [self._read(request, scheduled, b, rolls=b in rolling) for b in sorted(boundaries | rolling)]
         return [tail for tail in tails if tail is not None]

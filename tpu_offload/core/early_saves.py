@@ -60,12 +60,7 @@ class EarlySaves:
         tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in given]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        saved = request.copy()
-        saved.promise = saved.load = saved.revoked = None
-        saved.block_tables = tables
-        saved.num_offered_chunks = num_chunks
-        saved.num_saved_chunks = saved.num_tried_chunks = saved.num_deferred_chunks = 0
-        return saved
+        return request.to_save_early(tables, num_chunks)
 
     def add(self, saved: RequestState) -> None:
         """The coming plan saves this."""

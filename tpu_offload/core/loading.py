@@ -9,7 +9,7 @@ from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, Req
 from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.load_stages import Promise, WaitingLoad
-from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.request_state import LastMatch, RequestState
 from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
@@ -64,8 +64,9 @@ class LoadPlanner:
         if limits is not None:
             request.limit(limits)
         self._start_over(request, num_computed_tokens)
+        found = request.last_match
         if not is_at_block:
-            request.at_load_limit = True  # nothing is read from storage for it, and it waits for nothing
+            found.at_load_limit = True  # nothing is read from storage for it, and it waits for nothing
             return 0
         slots, num_wanted, checkpoint = self._look_up(
             request, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, had_failed_load=had_failed_load
@@ -75,13 +76,13 @@ class LoadPlanner:
         if not self._costs.prefers_load(
             num_wanted * self._block_nbytes,
             first=num_computed_tokens,
-            end=num_computed_tokens + request.num_found_tokens,
+            end=num_computed_tokens + found.num_found_tokens,
         ):
-            request.num_skipped_tokens = request.num_found_tokens
+            found.num_skipped_tokens = found.num_found_tokens
             return 0
         first_block = num_computed_tokens // self._block_size
         num_blocks, num_staging_blocks = self._reserve(request, num_wanted, checkpoint, can_wait=can_wait)
-        request.num_cut_load_blocks = num_wanted - num_blocks
+        found.num_cut_load_blocks = num_wanted - num_blocks
         if not num_blocks:
             return 0
         end_block = first_block + num_blocks
@@ -105,7 +106,7 @@ class LoadPlanner:
         """See `OffloadScheduler.num_cached_tokens`; for a request that is in no table."""
         request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         _, num_blocks, _ = self._look_up(request, num_tokens=num_tokens, num_computed_tokens=0, had_failed_load=False)
-        return request.num_found_tokens if num_blocks else 0
+        return request.last_match.num_found_tokens if num_blocks else 0
 
     def _look_up(
         self, request: RequestState, *, num_tokens: int, num_computed_tokens: int, had_failed_load: bool
@@ -117,8 +118,8 @@ class LoadPlanner:
           checkpoint at the end of these.
         """
         if not request.limits.cache:
-            request.num_found_chunks = 0
             return [], 0, None
+        found = request.last_match
         first_chunk = num_computed_tokens // (self._block_size * self._blocks_per_chunk)
         if request.use.num_in_hbm != first_chunk:
             request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
@@ -126,8 +127,8 @@ class LoadPlanner:
         if had_failed_load:
             del slots[self._backoff.trusted_end(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
         end_chunk = first_chunk + len(slots)
-        request.num_found_chunks = min(end_chunk, len(request.keys))
-        request.num_looked_up_tokens = num_tokens - num_computed_tokens
+        found.num_found_chunks = min(end_chunk, len(request.keys))
+        found.num_looked_up_tokens = num_tokens - num_computed_tokens
         checkpoint = None
         if self._checkpoint_groups:
             checkpoint, end_chunk = self._last_checkpoint(
@@ -138,12 +139,12 @@ class LoadPlanner:
         num_blocks = max(0, -(-num_found // self._block_size))
         if request.limits.max_load_tokens is not None:
             allowed = request.limits.max_load_tokens // self._block_size
-            request.at_load_limit = num_blocks >= allowed
+            found.at_load_limit = num_blocks >= allowed
             num_blocks = min(num_blocks, allowed)
-            request.num_looked_up_tokens = min(request.num_looked_up_tokens, allowed * self._block_size)
+            found.num_looked_up_tokens = min(found.num_looked_up_tokens, allowed * self._block_size)
         if not slots or not num_blocks:
             return [], 0, None
-        request.num_found_tokens = min(num_found, num_blocks * self._block_size)
+        found.num_found_tokens = min(num_found, num_blocks * self._block_size)
         return slots, num_blocks, checkpoint
 
     def _last_checkpoint(
@@ -161,12 +162,12 @@ class LoadPlanner:
         most = (num_tokens - 1) // size
         if request.limits.max_load_tokens is not None:
             most = min(most, (num_computed_tokens + request.limits.max_load_tokens) // size)
-        request.last_boundary = min(most, len(request.keys))
+        found = request.last_match
+        found.last_boundary = min(most, len(request.keys))
         most = min(most, end)
-        found = self._index.checkpoints.find(request.keys, first, most)
-        checkpoint, boundary, request.awaits_checkpoint = found
-        request.checkpoint_chunk = boundary
-        request.junction_chunk = most if most > boundary else 0
+        checkpoint, boundary, found.awaits_checkpoint = self._index.checkpoints.find(request.keys, first, most)
+        found.checkpoint_chunk = boundary
+        found.junction_chunk = most if most > boundary else 0
         return checkpoint, boundary
 
     def _num_loadable(self, end_block: int, num_tokens: int) -> int:
@@ -195,7 +196,7 @@ class LoadPlanner:
             staged = [group for group in self._checkpoint_groups if group.is_staged]
             num_staged += sum([num_wanted - group.first_loaded(0, num_wanted) for group in staged])
         num_staging_blocks = self._staging.reserve_load(request.account, num_staged)
-        request.awaits_staging = not num_staging_blocks
+        request.last_match.awaits_staging = not num_staging_blocks
         return (num_blocks if num_staging_blocks or can_wait else 0), num_staging_blocks
 
     def _start_over(self, request: RequestState, num_computed_tokens: int) -> None:
@@ -205,56 +206,53 @@ class LoadPlanner:
         if num_computed_tokens == 0:
             # It holds no KV that a reset or a loss of the caches could have invalidated while it was waiting.
             request.can_save = True
-        request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
-        request.num_skipped_tokens = 0
-        request.awaits_staging = request.awaits_checkpoint = False
-        request.num_checkpoint_chunks = request.junction_chunk = 0
-        request.checkpoint_chunk = request.last_boundary = request.target_chunk = 0
-        request.at_load_limit = not request.limits.cache
+        request.num_checkpoint_chunks = 0
+        request.last_match = LastMatch(at_load_limit=not request.limits.cache)
 
     def answer(self, request: RequestState, num_tokens: int, *, storage: StorageStackPlanner) -> Match:
         """The answer to the last match of a request, and whether matching again soon may find more."""
         limit_s = 0.0
-        if request.awaits_staging and not num_tokens:
+        if request.last_match.awaits_staging and not num_tokens:
             limit_s = self._config.load_wait_s
         elif self._ends_at_a_pending_chunk(request):
             limit_s = storage.wait_s(request, self._config.save_wait_s)
         elif storage.promotes_target(request):
             limit_s = storage.target_wait_s(request)
-        elif request.awaits_checkpoint:
+        elif request.last_match.awaits_checkpoint:
             limit_s = self._config.save_wait_s
         else:
-            limit_s = request.lookup_wait_s
+            limit_s = request.arrival.lookup_wait_s
         if limit_s:
             now_s = self._clock()
-            if request.arriving_since_s is None:
-                request.arriving_since_s = now_s
-            until_s = request.arriving_since_s + limit_s
+            if request.arrival.since_s is None:
+                request.arrival.since_s = now_s
+            until_s = request.arrival.since_s + limit_s
             if now_s < until_s:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
-        if not request.junction_chunk:  # nearly always
+        if not request.last_match.junction_chunk:  # nearly always
             return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
         return Match(
             num_tokens=num_tokens,
             state=MatchState.HIT if num_tokens else MatchState.MISS,
-            junction_tokens=request.junction_chunk * self._blocks_per_chunk * self._block_size,
+            junction_tokens=request.last_match.junction_chunk * self._blocks_per_chunk * self._block_size,
         )
 
     def _ends_at_a_pending_chunk(self, request: RequestState) -> bool:
         """Whether the chunk after those that the last match found is being saved, or read from storage."""
-        end = request.num_found_chunks
+        end = request.last_match.num_found_chunks
         return (
-            not request.at_load_limit
+            not request.last_match.at_load_limit
             and end < len(request.keys)
             and self._index.state(request.keys[end]) is ChunkState.PENDING
         )
 
     def count_lookup(self, request: RequestState) -> None:
         """Counts the last match as a lookup, once."""
-        self._counts.looked_up_tokens += request.num_looked_up_tokens
-        self._counts.found_tokens += request.num_found_tokens
-        self._counts.skipped_load_tokens += request.num_skipped_tokens
-        request.num_looked_up_tokens = request.num_found_tokens = request.num_skipped_tokens = 0
+        found = request.last_match
+        self._counts.looked_up_tokens += found.num_looked_up_tokens
+        self._counts.found_tokens += found.num_found_tokens
+        self._counts.skipped_load_tokens += found.num_skipped_tokens
+        found.num_looked_up_tokens = found.num_found_tokens = found.num_skipped_tokens = 0
 
     def release(self, request: RequestState) -> None:
         """Releases the promise, if there is one."""

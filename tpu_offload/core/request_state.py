@@ -20,6 +20,68 @@ _MAX_LISTED = 128
 
 
 @final
+class LastMatch:
+    """What the last match of a request looked up and found; made anew by each.
+
+    Attributes:
+      num_found_chunks: leading chunks that it found in the host tier, or that were in HBM then.
+      num_looked_up_tokens: tokens that it looked up, until that is counted (see `OffloadStats`).
+      num_found_tokens: how many of these it found.
+      num_skipped_tokens: how many of these it did not promise, because computing them is faster.
+      num_cut_load_blocks: blocks that it found and did not promise, for want of staging blocks or because loads are
+        suspended; they count as drops when the request ends, because until then it may be matched again.
+      awaits_staging: whether that was for want of staging blocks alone.
+      at_load_limit: whether it promised all that the request's limits allow.
+      last_boundary: the last boundary at which the request could continue, were everything in the host tier.
+      checkpoint_chunk: the boundary at which it can continue, or where its computed tokens end.
+      junction_chunk: where it would have found a longer prefix, had there been a checkpoint; else 0.
+      awaits_checkpoint: whether one is being saved that it could have used.
+      target_chunk: the boundary for which storage is being read; 0 if it is not.
+    """
+
+    def __init__(self, *, at_load_limit: bool = False) -> None:
+        self.num_found_chunks = 0
+        self.num_looked_up_tokens = 0
+        self.num_found_tokens = 0
+        self.num_skipped_tokens = 0
+        self.num_cut_load_blocks = 0
+        self.awaits_staging = False
+        self.at_load_limit = at_load_limit
+        self.last_boundary = 0
+        self.checkpoint_chunk = 0
+        self.junction_chunk = 0
+        self.awaits_checkpoint = False
+        self.target_chunk = 0
+
+
+@final
+class Arrival:
+    """How long the matches of a request may be ARRIVING, and what it has asked shared storage for.
+
+    Attributes:
+      since_s: when they began to be answered so; None if they were not since it held blocks.
+      storage_wait_s: how long they may be for chunks of storage; None until that was estimated.
+      num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
+      num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
+      awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
+      lookup_wait_s: how long they may be for that; else 0.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self.storage_wait_s: float | None = None
+        self.num_asked_chunks = 0
+        self.num_asked_boundaries = 0
+        self.awaited_lookup: ChunkKey | None = None
+        self.lookup_wait_s = 0.0
+
+    def start_over(self) -> None:
+        """Its keys have changed."""
+        self.num_asked_chunks = self.num_asked_boundaries = 0
+        self.awaited_lookup = None
+
+
+@final
 class RequestState:
     """A request between its first match and its end or preemption.
 
@@ -32,38 +94,21 @@ class RequestState:
       limits: its save and load limits.
       keys: keys of its chunks, as far as they were needed. A list while they are few, which is three times as fast as
         making each when it is asked for.
+      last_match: what its last match found.
+      arrival: how long it may wait for what is being saved, or read from storage.
       promise: what it was promised and has not taken.
+      revoked: what it was promised and had not taken when a reset revoked it.
       load: its load, waiting or in flight.
       block_tables: per layer group, its first blocks, at least those of the chunks on offer, as the engine last named
         them; not shared. Empty while nothing is on offer.
       num_offered_chunks: leading chunks that should be in the host tier by now; their keys are known.
       num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
       num_tried_chunks: `num_offered_chunks` when a plan last tried to save them.
-      num_found_chunks: leading chunks that its last match found in the host tier, or that it had in HBM then.
-      num_looked_up_tokens: tokens that its last match looked up, until that is counted (see `OffloadStats`).
-      num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
-      num_checkpoint_chunks: the last boundary whose checkpoint was to be saved.
-      junction_chunk: where its last match would have found a longer prefix, had there been a checkpoint; else 0.
-      checkpoint_chunk: the boundary at which its last match can continue, or where its computed tokens end.
-      last_boundary: the last boundary at which it could continue, were everything in the host tier.
-      target_chunk: the boundary for which storage is being read for it; 0 if it is not.
-      awaits_checkpoint: whether one is being saved that its last match could have used.
-      rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
       backoff_until_s: before this time a chunk on offer backs off, and no plan tries to save the request.
-      at_load_limit: whether its last match promised all that its limits allow.
-      num_cut_load_blocks: blocks that its last match found and did not promise, for want of staging blocks or because
-        loads are suspended; they count as drops when the request ends, because until then it may be matched again.
-      awaits_staging: whether that was for want of staging blocks alone.
-      arriving_since_s: when its matches began to be answered with ARRIVING; None if they were not since it held blocks.
-      storage_wait_s: how long its matches may be ARRIVING for chunks of storage; None until that was estimated.
-      num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
-      num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
-      awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
-      lookup_wait_s: how long its matches may be ARRIVING for that; else 0.
-      num_skipped_tokens: tokens that its last match found and did not promise, because computing them is faster.
-      revoked: what it was promised and had not taken when a reset revoked it.
+      num_checkpoint_chunks: the last boundary whose checkpoint was to be saved.
+      rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       can_save: False once a reset has invalidated the KV in its blocks for other requests, or the caches were lost.
       has_kv: False once the caches were lost, until it is matched again: neither its own blocks nor those that its last
         match found in HBM hold its KV.
@@ -76,77 +121,38 @@ class RequestState:
         self.namespace = namespace
         self.limits: RequestLimits = NO_LIMITS
         self.keys: list[ChunkKey] | PrefixKeys = []
+        self.last_match = LastMatch()
+        self.arrival = Arrival()
         self.promise: Promise | None = None
+        self.revoked: Promise | None = None
         self.load: Job | WaitingLoad | None = None
         self.block_tables: list[Ids] = []
         self.num_offered_chunks = 0
         self.num_gone_chunks = 0
         self.num_tried_chunks = 0
-        self.num_found_chunks = 0
-        self.num_looked_up_tokens = 0
-        self.num_found_tokens = 0
         self.num_saved_chunks = 0
-        self.num_checkpoint_chunks = 0
-        self.junction_chunk = 0
-        self.checkpoint_chunk = 0
-        self.last_boundary = 0
-        self.target_chunk = 0
-        self.awaits_checkpoint = False
-        self.rolling: Checkpoint | None = None
         self.num_deferred_chunks = 0
         self.backoff_until_s = 0.0
-        self.at_load_limit = False
-        self.num_cut_load_blocks = 0
-        self.awaits_staging = False
-        self.arriving_since_s: float | None = None
-        self.storage_wait_s: float | None = None
-        self.num_asked_chunks = 0
-        self.num_asked_boundaries = 0
-        self.awaited_lookup: ChunkKey | None = None
-        self.lookup_wait_s = 0.0
-        self.num_skipped_tokens = 0
-        self.revoked: Promise | None = None
+        self.num_checkpoint_chunks = 0
+        self.rolling: Checkpoint | None = None
         self.can_save = True
         self.has_kv = True
 
-    def copy(self) -> "RequestState":
-        """A copy that shares keys, tables and what else it holds; a compiled class has no `copy.copy`."""
-        other = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
-        other.limits = self.limits
-        other.keys = self.keys
-        other.promise = self.promise
-        other.load = self.load
-        other.block_tables = self.block_tables
-        other.num_offered_chunks = self.num_offered_chunks
-        other.num_gone_chunks = self.num_gone_chunks
-        other.num_tried_chunks = self.num_tried_chunks
-        other.num_found_chunks = self.num_found_chunks
-        other.num_looked_up_tokens = self.num_looked_up_tokens
-        other.num_found_tokens = self.num_found_tokens
-        other.num_saved_chunks = self.num_saved_chunks
-        other.num_checkpoint_chunks = self.num_checkpoint_chunks
-        other.junction_chunk = self.junction_chunk
-        other.checkpoint_chunk = self.checkpoint_chunk
-        other.last_boundary = self.last_boundary
-        other.target_chunk = self.target_chunk
-        other.awaits_checkpoint = self.awaits_checkpoint
-        other.rolling = self.rolling
-        other.num_deferred_chunks = self.num_deferred_chunks
-        other.backoff_until_s = self.backoff_until_s
-        other.at_load_limit = self.at_load_limit
-        other.num_cut_load_blocks = self.num_cut_load_blocks
-        other.awaits_staging = self.awaits_staging
-        other.arriving_since_s = self.arriving_since_s
-        other.storage_wait_s = self.storage_wait_s
-        other.num_asked_chunks = self.num_asked_chunks
-        other.num_asked_boundaries = self.num_asked_boundaries
-        other.awaited_lookup = self.awaited_lookup
-        other.lookup_wait_s = self.lookup_wait_s
-        other.num_skipped_tokens = self.num_skipped_tokens
-        other.revoked = self.revoked
-        other.can_save = self.can_save
-        other.has_kv = self.has_kv
-        return other
+    def to_save_early(self, block_tables: list[Ids], num_chunks: int) -> "RequestState":
+        """What stands for the request after its preemption, while the chunks in these blocks are saved."""
+        saved = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
+        saved.limits = self.limits
+        saved.keys = self.keys
+        saved.last_match = self.last_match
+        saved.block_tables = block_tables
+        saved.num_offered_chunks = num_chunks
+        saved.num_gone_chunks = self.num_gone_chunks
+        saved.backoff_until_s = self.backoff_until_s
+        saved.num_checkpoint_chunks = self.num_checkpoint_chunks
+        saved.rolling = self.rolling
+        saved.can_save = self.can_save
+        saved.has_kv = self.has_kv
+        return saved
 
     def limit(self, limits: RequestLimits) -> None:
         """Sets the limits, and the priority that policies see."""
@@ -203,10 +209,9 @@ class RequestState:
         """After a reset: its keys change, and the KV that it holds is no longer saved."""
         self.namespace = namespace
         self.keys = []
-        self.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
+        self.last_match.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
         self.rolling = None
-        self.num_asked_chunks = self.num_asked_boundaries = 0
-        self.awaited_lookup = None
+        self.arrival.start_over()
         self.can_save = False
 
     def mark_caches_lost(self) -> None:

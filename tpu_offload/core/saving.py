@@ -199,7 +199,7 @@ class SavePlanner:
 
     def num_used(self, request: RequestState) -> int:
         """How many leading chunks a request has used: saved, found, or computed though they are not saved (yet)."""
-        num_used = max(request.num_saved_chunks, request.num_found_chunks)
+        num_used = max(request.num_saved_chunks, request.last_match.num_found_chunks)
         return min(max(num_used, self._num_observed.get(request.request_id, 0)), len(request.keys))
 
     def forget(self, request_id: str) -> None:

@@ -232,7 +232,7 @@ class OffloadScheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._loads.release(request)
-            request.num_cut_load_blocks = 0  # it will be matched again
+            request.last_match.num_cut_load_blocks = 0  # it will be matched again
 
     def admit(
         self, request_id: Given[str], block_tables: Sequence[Sequence[int]], *, num_loaded_tokens: Given[int]
@@ -253,7 +253,7 @@ class OffloadScheduler:
         tables = read_tables(request_id, block_tables, num_groups=self._context.num_groups)
         request = self._requests.get(request_id)
         if request is not None:
-            request.arriving_since_s = request.storage_wait_s = None
+            request.arrival.since_s = request.arrival.storage_wait_s = None
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
                 self._requests[request_id] = self._requests.new(request_id)
@@ -275,7 +275,7 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         if self._has_storage:
-            self._storage.hit(request.keys[: request.num_found_chunks])
+            self._storage.hit(request.keys[: request.last_match.num_found_chunks])
             if load.checkpoint is not None:
                 self._storage.hit_checkpoint(load.checkpoint)
         self._transfers.send(load)
@@ -528,7 +528,7 @@ class OffloadScheduler:
         self._counts.dropped_save_blocks += self._saves.num_dropped(request) * self._config.blocks_per_chunk
         self._saves.clear_offer(request)
         self._transfers.forget_news(request_id)
-        self._counts.dropped_load_blocks += request.num_cut_load_blocks
+        self._counts.dropped_load_blocks += request.last_match.num_cut_load_blocks
         self._loads.release(request)
         if request.rolling is not None:
             self._index.checkpoints.settle(request.rolling)

@@ -19,13 +19,12 @@ from tpu_offload.plan.vllm_blocks import (
     page_nbytes,
     plan_caches,
 )
+from tpu_offload.storage import STORAGE_TIERS
 
 _GB = 2**30
 _HOST_RESERVE_NBYTES = 8 * _GB  # of vLLM's processes on a host
 _LEAST_COPY_NBYTES = 4 << 20  # per device and page group, the bound that the connector reports
 PREFIXES = (2_048, 8_192, 32_768, 131_072)
-# Read rates of one process, from docs/tiers.md: measured on other machines, so a first guess.
-_STORAGE_RATES = {"file": 2.5e9, "valkey": 2.1e9, "object": 0.4e9}
 
 
 @final
@@ -309,7 +308,9 @@ def _tiers(
     hosts_of_rank = max(1.0, num_hosts / serving.num_ranks)
     network = machine.chip.network_nbytes_per_s * num_chips * hosts_of_rank / num_hosts
     rates = {"host memory": link}
-    rates |= {name: min(link, rate * hosts_of_rank) for name, rate in _STORAGE_RATES.items()}
+    for name, tier in STORAGE_TIERS.items():
+        if tier.read_nbytes_per_s:
+            rates[name] = min(link, tier.read_nbytes_per_s * hosts_of_rank)
     rates["a remote store, at most"] = min(link, network)
     return tuple(
         TierRate(

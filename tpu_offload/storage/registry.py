@@ -17,19 +17,30 @@ class RegisteredTier(NamedTuple):
     Attributes:
       path: `module:Class`; imported on use.
       schemes: of the URLs that its options begin with; none if they begin with a directory.
-      package: the optional package that it needs.
+      package: the optional package that it needs; the extra in setup.cfg that has it is named as the tier.
+      read_nbytes_per_s: about how fast one process reads, for `tpu-offload plan`; 0 if it says nothing. The figures
+        are those of docs/tiers.md, measured on other machines: a first guess.
     """
 
     path: str
     schemes: tuple[str, ...] = ()
     package: str = ""
+    read_nbytes_per_s: float = 0.0
 
 
 STORAGE_TIERS: dict[str, RegisteredTier] = {
-    "file": RegisteredTier("tpu_offload.storage.file:FileTier"),
-    "object": RegisteredTier("tpu_offload.storage.object:ObjectTier", ("gs", "s3", "file", "memory"), "obstore"),
+    "file": RegisteredTier("tpu_offload.storage.file:FileTier", read_nbytes_per_s=2.5e9),
     "valkey": RegisteredTier(
-        "tpu_offload.storage.valkey:ValkeyTier", ("valkey", "valkeys", "redis", "rediss"), "glide_sync"
+        "tpu_offload.storage.valkey:ValkeyTier",
+        schemes=("valkey", "valkeys", "redis", "rediss"),
+        package="glide_sync",
+        read_nbytes_per_s=2.1e9,
+    ),
+    "object": RegisteredTier(
+        "tpu_offload.storage.object:ObjectTier",
+        schemes=("gs", "s3", "file", "memory"),
+        package="obstore",
+        read_nbytes_per_s=0.4e9,
     ),
 }
 """By name."""

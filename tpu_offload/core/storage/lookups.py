@@ -104,22 +104,22 @@ class LookupPlanner:
 
         Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
         """
-        awaited, request.awaited_lookup = request.awaited_lookup, None
-        wait_s, request.lookup_wait_s = request.lookup_wait_s, 0.0
-        if not self._is_enabled or request.at_load_limit or self._is_late:
+        awaited, request.arrival.awaited_lookup = request.arrival.awaited_lookup, None
+        wait_s, request.arrival.lookup_wait_s = request.arrival.lookup_wait_s, 0.0
+        if not self._is_enabled or request.last_match.at_load_limit or self._is_late:
             return
         if awaited is not None and (awaited in self._wanted or awaited in self._asked):
-            request.awaited_lookup, request.lookup_wait_s = awaited, wait_s
+            request.arrival.awaited_lookup, request.arrival.lookup_wait_s = awaited, wait_s
             return
         first, end = self._unknown(request)
         if first >= end or not self.breaker.admits(_ACCOUNT) or self._is_missing(request.keys[first]):
             return
-        wait_s = self._estimate_s(max(first, request.num_found_chunks), end)
-        since_s = request.arriving_since_s
+        wait_s = self._estimate_s(max(first, request.last_match.num_found_chunks), end)
+        since_s = request.arrival.since_s
         if not wait_s or (since_s is not None and self._clock() >= since_s + wait_s):
             return
         if self._want(request, first, end):
-            request.awaited_lookup, request.lookup_wait_s = request.keys[first], wait_s
+            request.arrival.awaited_lookup, request.arrival.lookup_wait_s = request.keys[first], wait_s
 
     def ask_pieces(
         self, request: RequestState, checkpoints: Sequence[Sequence[ChunkKey]], *, first: int, end: int
@@ -132,10 +132,15 @@ class LookupPlanner:
           first: where the request can continue without them, in chunks.
           end: where with the first of them.
         """
-        if not self._is_enabled or request.at_load_limit or self._is_late or not self.breaker.admits(_ACCOUNT):
+        if (
+            not self._is_enabled
+            or request.last_match.at_load_limit
+            or self._is_late
+            or not self.breaker.admits(_ACCOUNT)
+        ):
             return
         wait_s = self._estimate_s(first, end)
-        since_s = request.arriving_since_s
+        since_s = request.arrival.since_s
         if not wait_s or (since_s is not None and self._clock() >= since_s + wait_s):
             return
         is_probe = not self.breaker.closed
@@ -148,8 +153,8 @@ class LookupPlanner:
                     return
                 self._wanted[key] = tuple(names)
                 self._num_keys += len(names)
-            if request.awaited_lookup is None:
-                request.awaited_lookup, request.lookup_wait_s = key, wait_s
+            if request.arrival.awaited_lookup is None:
+                request.arrival.awaited_lookup, request.arrival.lookup_wait_s = key, wait_s
 
     def _unknown(self, request: RequestState) -> tuple[int, int]:
         """The chunks to ask for: the first one that is not known here, and the end. Empty if it has asked for it.
@@ -157,18 +162,18 @@ class LookupPlanner:
         One that is in HBM only, such as tokens that were generated here, has to be known for those after it to be read.
         """
         keys, last = request.keys, len(request.keys)
-        if request.num_asked_chunks >= last:
+        if request.arrival.num_asked_chunks >= last:
             return last, last
         if request.limits.max_load_tokens is not None:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
-        if request.num_found_chunks >= last:
+        if request.last_match.num_found_chunks >= last:
             return last, last
-        first = 0 if request.use.num_in_hbm else request.num_found_chunks
+        first = 0 if request.use.num_in_hbm else request.last_match.num_found_chunks
         while first < last and self._is_known(keys[first]):
             first += 1
         if first == last:  # not to be looked through again in each step
-            request.num_asked_chunks = last
-        if first < request.num_asked_chunks:  # it is missing, or its read has failed
+            request.arrival.num_asked_chunks = last
+        if first < request.arrival.num_asked_chunks:  # it is missing, or its read has failed
             return last, last
         return first, min(last, first + self._max_keys)
 
@@ -191,7 +196,7 @@ class LookupPlanner:
             if request.keys[first + num_both - 1] != other[num_both - 1]:
                 return True
             if num_both == end - first or key in self._asked:
-                request.num_asked_chunks = first + num_both
+                request.arrival.num_asked_chunks = first + num_both
                 return True
         num_more = end - first - len(other or ())
         is_probe = not self.breaker.closed
@@ -199,7 +204,7 @@ class LookupPlanner:
             return other is not None
         self._wanted[key] = tuple(request.keys[first:end])
         self._num_keys += num_more
-        request.num_asked_chunks = end
+        request.arrival.num_asked_chunks = end
         return True
 
     def _is_missing(self, key: ChunkKey) -> bool:

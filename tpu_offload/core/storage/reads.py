@@ -106,9 +106,9 @@ class StorageReads:
           end: the boundary of the checkpoint that it wants, for which it has been decided to read. None for a model
             without checkpoints.
         """
-        first, keys, stored = request.num_found_chunks, request.keys, self._records.stored
+        first, keys, stored = request.last_match.num_found_chunks, request.keys, self._records.stored
         last = len(keys) if end is None else end
-        if not stored or request.at_load_limit or first >= last or keys[first] not in stored:
+        if not stored or request.last_match.at_load_limit or first >= last or keys[first] not in stored:
             return
         if self._index.state(keys[first]) is not None:
             return
@@ -185,14 +185,14 @@ class StorageReads:
 
         For all that the tiers have of the request together.
         """
-        if request.storage_wait_s is None:
+        if request.arrival.storage_wait_s is None:
             estimates = self._estimates(request, of_all_tiers=True)
-            request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
-        return request.storage_wait_s
+            request.arrival.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
+        return request.arrival.storage_wait_s
 
     def _estimates(self, request: RequestState, *, of_all_tiers: bool = False) -> tuple[float | None, float | None]:
         """Seconds to read what this tier, or all, have after the chunks that a match found, and to compute it."""
-        first, last = request.num_found_chunks, request.target_chunk or len(request.keys)
+        first, last = request.last_match.num_found_chunks, request.last_match.target_chunk or len(request.keys)
         end, load_s = self.estimate(request.keys, first, last)
         if of_all_tiers:
             end, rest_s = self._neighbors.estimate(request.keys, end, last)

@@ -122,47 +122,47 @@ class StorageStackPlanner:
 
     def _choose_target(self, request: RequestState, checkpoints: CheckpointPromotions) -> int:
         """The boundary for which storage is read for a request; 0 for none."""
-        if request.at_load_limit:
+        if request.last_match.at_load_limit:
             return 0
-        keys, first = request.keys, request.num_found_chunks
+        keys, first = request.keys, request.last_match.num_found_chunks
         target = checkpoints.find_target(request)
         if not target:
             # Where storage has a longer prefix and no checkpoint, the request saves one.
-            known = checkpoints.reach(keys, first, request.last_boundary)
-            if known > max(first, request.checkpoint_chunk):
-                request.junction_chunk = known
+            known = checkpoints.reach(keys, first, request.last_match.last_boundary)
+            if known > max(first, request.last_match.checkpoint_chunk):
+                request.last_match.junction_chunk = known
             return 0
-        request.target_chunk = target
+        request.last_match.target_chunk = target
         has_next = (tier for tier in self._tiers if first < target and tier.records.knows(keys[first]))
         tier = next(has_next, self._tiers[0])
         if not self._costs.prefers_promotion(tier.tier_id, *self._target_estimates(request, checkpoints)):
             self._counts.num_skipped_promotions += 1
-            request.target_chunk = 0
-        return request.target_chunk
+            request.last_match.target_chunk = 0
+        return request.last_match.target_chunk
 
     def _target_estimates(
         self, request: RequestState, checkpoints: CheckpointPromotions
     ) -> tuple[float | None, float | None]:
         """Seconds to read all that a request lacks up to its target, and to compute it."""
-        keys, target = request.keys, request.target_chunk
-        _, chunks_s = self.estimate(keys, request.num_found_chunks, target)
+        keys, target = request.keys, request.last_match.target_chunk
+        _, chunks_s = self.estimate(keys, request.last_match.num_found_chunks, target)
         pieces_s = checkpoints.read_s(keys, target)
         load_s = None if chunks_s is None or pieces_s is None else chunks_s + pieces_s
         return load_s, self._costs.recompute_s(
-            request.checkpoint_chunk * self._chunk_tokens, target * self._chunk_tokens
+            request.last_match.checkpoint_chunk * self._chunk_tokens, target * self._chunk_tokens
         )
 
     def promotes_target(self, request: RequestState) -> bool:
         """Whether the pieces of a request's target are being read."""
-        end = request.target_chunk
+        end = request.last_match.target_chunk
         return bool(end) and any(tier.reads.promotes_checkpoint(request.keys[end - 1]) for tier in self._tiers)
 
     def target_wait_s(self, request: RequestState) -> float:
         """How long a request waits for its target."""
-        if request.storage_wait_s is None and self._checkpoints is not None:
+        if request.arrival.storage_wait_s is None and self._checkpoints is not None:
             estimates = self._target_estimates(request, self._checkpoints)
-            request.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
-        return request.storage_wait_s or 0.0
+            request.arrival.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
+        return request.arrival.storage_wait_s or 0.0
 
     def num_reachable_tokens(self, request: RequestState) -> int:
         """Tokens at the beginning of a prompt that the host tier and storage have, as far as it is known.
@@ -173,7 +173,7 @@ class StorageStackPlanner:
             return 0
         if self._checkpoints is not None:
             return self._checkpoints.find_target(request) * self._chunk_tokens
-        end, _ = self.estimate(request.keys, request.num_found_chunks, len(request.keys))
+        end, _ = self.estimate(request.keys, request.last_match.num_found_chunks, len(request.keys))
         return end * self._chunk_tokens
 
     def look_up(self, request: RequestState) -> None:
@@ -182,17 +182,21 @@ class StorageStackPlanner:
         if tier is None:
             return
         tier.look_up(request)
-        if self._checkpoints is not None and request.awaited_lookup is None and not request.at_load_limit:
+        if (
+            self._checkpoints is not None
+            and request.arrival.awaited_lookup is None
+            and not request.last_match.at_load_limit
+        ):
             self._look_up_checkpoints(request, tier, self._checkpoints)
 
     def _look_up_checkpoints(
         self, request: RequestState, tier: StoragePlanner, checkpoints: CheckpointPromotions
     ) -> None:
         """Has the tier asked for the last checkpoints of what is known of a prompt, once for each length."""
-        first = max(request.checkpoint_chunk, request.target_chunk)
-        end = checkpoints.reach(request.keys, request.num_found_chunks, request.last_boundary)
-        if end > max(first, request.num_asked_boundaries):
-            request.num_asked_boundaries = end
+        first = max(request.last_match.checkpoint_chunk, request.last_match.target_chunk)
+        end = checkpoints.reach(request.keys, request.last_match.num_found_chunks, request.last_match.last_boundary)
+        if end > max(first, request.arrival.num_asked_boundaries):
+            request.arrival.num_asked_boundaries = end
             asked = checkpoints.unknown_records(request.keys, first, end, tier)
             if asked:
                 tier.look_up_pieces(request, asked, first=first, end=end)
@@ -202,10 +206,10 @@ class StorageStackPlanner:
 
         For all that the tiers have of the request together.
         """
-        key = request.keys[request.num_found_chunks]
+        key = request.keys[request.last_match.num_found_chunks]
         for tier in self._tiers:
             if key in tier.records.promoting:
-                return self.target_wait_s(request) if request.target_chunk else tier.reads.wait_s(request)
+                return self.target_wait_s(request) if request.last_match.target_chunk else tier.reads.wait_s(request)
         return otherwise_s
 
     @property
