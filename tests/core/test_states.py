@@ -25,7 +25,8 @@ from tpu_offload import (
 from tpu_offload.config import HostSegments
 from tpu_offload.core.index import Checkpoint, ChunkIndex
 from tpu_offload.core.policies import LRUPolicy
-from tpu_offload.types import JobKind, Pool
+from tpu_offload.core.workers import expected_setups
+from tpu_offload.types import JobKind, Pool, WorkerSetup
 
 GB = 2**30
 LAYOUT = window_layout((), has_states=True)
@@ -411,6 +412,24 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
 
 
 # Sizes and layouts.
+
+
+def test_a_loss_of_chunks_that_no_worker_can_have_is_none_of_states() -> None:
+    pools = state_engine().scheduler._report_handler._pools
+    num_chunks, num_states = pools._max_slots
+    assert pools.slots_of(0, 3, 2**40) == range(3, num_chunks)
+    assert pools.slots_of(1, 0, 2) == range(num_chunks, num_chunks + 2)
+    assert pools.slots_of(1, 1, 2**40) == range(num_chunks + 1, num_chunks + num_states)
+
+
+def test_a_worker_with_segments_of_other_sizes_is_an_error() -> None:
+    engine = state_engine()
+    (expected,) = expected_setups(engine.scheduler._config, engine.layout, 1)
+    paths = {"save_path": "direct", "load_path": "direct"}
+    setup = WorkerSetup(num_processes=1, process_index=0, **(expected | paths | {"segment_slots": (1, 9)}))
+    report = dataclasses.replace(engine.workers[0].report(), incarnation=1, setup=setup)
+    with pytest.raises(ConfigError, match=r"segment_slots=\(1, 9\), the scheduler has \(.*_HOST_SEGMENT_GB"):
+        engine.scheduler.apply(report)
 
 
 def test_each_pool_can_have_all_segments_but_one() -> None:

@@ -425,6 +425,22 @@ def test_a_waiting_request_is_told_even_if_no_report_is_applied(said):
     assert not engine.scheduler.has_jobs
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"num_host_slots": slots} for slots in ((), (64, 8), [64], 64, (64.0,))),
+        *({"lost_slots": lost} for lost in (((1, 0, 4),), ((0, 4),), ((0, 4, 4),), ((-1, 0, 4),), [(0, 0, 4)])),
+    ],
+)
+def test_a_report_of_other_pools_is_rejected_in_one_line(said, caplog):
+    engine = FakeEngine()
+    engine.serve("a", tokens(13))
+    report(engine, **said)
+    assert engine.scheduler.stats().num_rejected_reports == 1
+    assert "slots" in caplog.text or "memory" in caplog.text
+    assert match(engine, "b", tokens(13)) == 12
+
+
 def test_has_jobs_while_an_update_is_pending():
     engine = FakeEngine()
     engine.serve("a", tokens(8))

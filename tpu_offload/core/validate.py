@@ -93,8 +93,11 @@ def has_setup(report: Any) -> bool:
 
 
 def _report_error(report: StepReport, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
+    slots = report.num_host_slots
+    if type(slots) is not tuple or len(slots) != num_pools:
+        return f"slots of the host tier are {slots!r:.100}; expected a tuple with a count for each of {num_pools} pools"
     ids = report.worker_id, report.incarnation, report.num_cache_losses
-    numbers = (*ids, report.num_host_segments, report.division_id, report.oldest_job_id)
+    numbers = (*ids, *slots, report.num_host_segments, report.division_id, report.oldest_job_id)
     if not _are_counts(numbers):
         return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
     if type(report.storage_job_ids) is not tuple or not _are_counts(report.storage_job_ids):
@@ -333,10 +336,7 @@ def _storage_error(setup: WorkerSetup) -> str:
 
 def _memory_error(report: StepReport, *, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why the report's host memory fields are invalid; empty if they are valid."""
-    slots, lost_slots = report.num_host_slots, report.lost_slots
-    if type(slots) is not tuple or len(slots) != num_pools or not _are_counts(slots):
-        return f"slots of the host tier are {slots!r:.100}; expected a count for each of {num_pools} pools"
-    blocks, lost_blocks = report.num_swap_blocks, report.lost_swap_blocks
+    blocks, lost_blocks, lost_slots = report.num_swap_blocks, report.lost_swap_blocks, report.lost_slots
     if (blocks, lost_blocks, lost_slots) == ((), (), ()):  # nearly always
         return ""
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
