@@ -10,6 +10,7 @@ an fp8 KV cache. No bytes are copied.
 
 import dataclasses
 import hashlib
+import operator
 import random
 import sys
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ class Server:
         segments = config.host_segments(LAYOUT)
         assert segments is not None
         self.segments = segments
-        self.sizes = segments.divide(segments.num_segments, share)
+        self.sizes = segments.divide(segments.num_segments, (share,))
         self.division_id = 0
         self.scheduler = OffloadScheduler(config, LAYOUT)
         rule: Any = self.scheduler._pools._moves
@@ -134,12 +135,11 @@ class Server:
 
     def run(self, plan: StepPlan) -> None:
         if plan.division is not None:
-            self.sizes = plan.division.chunk_segments, plan.division.state_segments
+            self.sizes = plan.division.segments
             self.division_id = plan.division.division_id
         report = finish_jobs(
             plan,
-            num_host_chunks=self.sizes[0] * self.segments.segment_chunks,
-            num_host_states=self.sizes[1] * self.segments.segment_states,
+            num_host_slots=tuple(map(operator.mul, self.sizes, self.segments.segment_slots)),
             num_host_segments=self.segments.num_segments,
             division_id=self.division_id,
         )

@@ -87,9 +87,7 @@ class Server:
         host_gb = NUM_CHUNKS * self.layout.block_nbytes / 2**30
         config = OffloadConfig.create(host_gb=host_gb, save_path="direct", load_path="direct")
         self.scheduler = OffloadScheduler(config, self.layout)
-        self.sizes = {"num_host_chunks": config.host_chunks(self.layout)}
-        if case.has_state:
-            self.sizes["num_host_states"] = config.host_states(self.layout)
+        self.num_host_slots = config.host_slots(self.layout)
         self.hashes = [BlockHash(secrets.token_bytes(32)) for _ in range(case.num_blocks)]
         self.num_tokens = case.num_blocks * BLOCK_SIZE + 1
         self.watch = Stopwatch()
@@ -98,7 +96,7 @@ class Server:
         self._save()
 
     def _finish(self, plan: StepPlan | None) -> None:
-        self.scheduler.apply(finish_jobs(plan, **self.sizes))
+        self.scheduler.apply(finish_jobs(plan, num_host_slots=self.num_host_slots))
 
     def _save(self) -> None:
         scheduler, num_saved = self.scheduler, self.case.num_blocks * BLOCK_SIZE

@@ -26,6 +26,7 @@ from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, fill, finish_jobs
 from tpu_offload import BlockHash, ChunkKey, OffloadConfig, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.types import Pool
 
 STAGES = ("match", "admit", "plan", "report", "finish")
 PARTS = {  # the stages in each sum
@@ -133,7 +134,7 @@ def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: 
         changed = []
         (job,) = plan.jobs
         num_left -= job.num_blocks
-        report = finish_jobs(plan, num_host_chunks=scheduler.stats().num_host_chunks)
+        report = finish_jobs(plan, num_host_slots=(scheduler.stats().num_host_chunks,))
         start_s = watch.clock()
         scheduler.apply(report)
         report_s += watch.clock() - start_s
@@ -152,9 +153,9 @@ class Bench:
         self.watch = Stopwatch()
         config = OffloadConfig.create(num_cpu_chunks=num_indexed, num_staging_blocks=max(2 * num_chunks, 2000))
         self.scheduler = OffloadScheduler(config, LAYOUT)
-        self.scheduler.apply(finish_jobs(None, num_host_chunks=num_indexed))
+        self.scheduler.apply(finish_jobs(None, num_host_slots=(num_indexed,)))
         self.alone, self.peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
-        self.alone.grow(num_indexed)
+        self.alone.grow(Pool.CHUNKS, num_indexed)
         self.resident = [chain(self.rng, num_chunks) for _ in range(num_indexed // num_chunks)]
         fill(self.scheduler, self.resident, num_host_chunks=num_indexed)
         for hashes in self.resident:
@@ -217,7 +218,7 @@ def memory(num_indexed: int, num_chunks: int) -> dict[str, Any]:
         gc.collect()
         tracemalloc.start()
         index, peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
-        index.grow(num_indexed)
+        index.grow(Pool.CHUNKS, num_indexed)
         for _ in range(num_indexed // num_chunks):
             keys = [ChunkKey(rng.randbytes(24)) for _ in range(num_chunks)]
             if name == "ours":

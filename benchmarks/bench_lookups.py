@@ -49,7 +49,7 @@ def make_scheduler(num_chunks: int, *, wait_s: float) -> OffloadScheduler:
         load_path="direct",
     )
     scheduler = OffloadScheduler(config, LAYOUT)
-    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64))
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,)))
     scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
     return scheduler
 
@@ -65,7 +65,7 @@ def serve(scheduler: OffloadScheduler, name: str, num_chunks: int, watch: Stopwa
         JobResult(job_id=job.job_id, state=JobState.FINISHED, num_found=(found,) * len(job.prefixes))
         for job in plan.of(JobKind.LOOKUP)
     )
-    watch("apply", scheduler.apply, StepReport(worker_id=0, results=results, num_host_chunks=64))
+    watch("apply", scheduler.apply, StepReport(worker_id=0, results=results, num_host_slots=(64,)))
     scheduler.finish(name)
 
 

@@ -37,6 +37,7 @@ from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, PriorityPolicy
 from tpu_offload.sim import read_traces
+from tpu_offload.types import Pool
 
 type Prompts = list[list[ChunkKey]]
 type Figures = dict[str, Spread]
@@ -93,7 +94,7 @@ class Server:
         self._clock = clock
         self.policy = TimedPolicy(make(), clock)
         self.index = ChunkIndex(self.policy)
-        self.index.grow(num_chunks)
+        self.index.grow(Pool.CHUNKS, num_chunks)
         self.num_served = 0
 
     def serve(self, prompts: Prompts) -> tuple[float, float]:

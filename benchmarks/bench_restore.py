@@ -104,7 +104,7 @@ class Server:
         self._engine._scheduler.invalidate_prefixes()
         slots = self._num_host_chunks
         self._engine._offload._scheduler.apply(
-            StepReport(worker_id=0, results=(), num_host_chunks=slots, lost_slots=((0, slots),))
+            StepReport(worker_id=0, results=(), num_host_slots=(slots,), lost_slots=((0, 0, slots),))
         )
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
         ),
         LAYOUT,
     )
-    scheduler.apply(finish_jobs(None, num_host_chunks=num_host_chunks))
+    scheduler.apply(finish_jobs(None, num_host_slots=(num_host_chunks,)))
     rng = np.random.default_rng(args.seed)
     watch = Stopwatch()
     for _ in range(args.repeats):
@@ -141,7 +141,7 @@ def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
         watch("evict", scheduler.evict, prefix)
         plan = watch("plan", scheduler.plan_step)
         assert sum(job.num_blocks for job in plan.jobs) == num_blocks
-        scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
+        scheduler.apply(finish_jobs(plan, num_host_slots=(num_host_chunks,)))
         later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
         start = time.perf_counter()
         for shorter in later:  # HBM evicts the tail first, block by block

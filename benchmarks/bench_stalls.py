@@ -72,7 +72,7 @@ class Engine:
     def apply(self, name: str, plan: StepPlan | None = None, **fields: Any) -> None:
         next_job_id = plan.next_job_id if plan else 0
         report = finish_jobs(
-            plan, num_host_chunks=self.num_chunks, oldest_job_id=next_job_id, incarnation=self.life, **fields
+            plan, num_host_slots=(self.num_chunks,), oldest_job_id=next_job_id, incarnation=self.life, **fields
         )
         self.watch(name, self.scheduler.apply, report)
 
@@ -127,7 +127,7 @@ def measure(policy: str, args: argparse.Namespace, *, record_events: bool) -> di
             engine.serve(f"{num_chunks} hit", seed, num_chunks)
         engine.serve_at_once(f"{num_chunks} at once", next(seeds), num_chunks)
     num_resident = engine.scheduler.stats().num_resident_chunks
-    engine.apply("apply lost segment", lost_slots=((0, args.num_chunks // SEGMENTS),))
+    engine.apply("apply lost segment", lost_slots=((0, 0, args.num_chunks // SEGMENTS),))
     for _ in range(args.num_steps):
         engine.step("after lost segment")
     engine.watch("reset", engine.scheduler.reset)

@@ -118,9 +118,9 @@ class Conversation:
             load_path="direct",
             decode_save=decode_save,
         )
-        self.sizes = {"num_host_chunks": config.host_chunks(layout), "num_host_states": config.host_states(layout)}
+        self.num_host_slots = config.host_slots(layout)
         self.scheduler = OffloadScheduler(config, layout)
-        self.scheduler.apply(finish_jobs(None, **self.sizes))
+        self.scheduler.apply(finish_jobs(None, num_host_slots=self.num_host_slots))
         self.hasher = BlockHasher(layout.fingerprint(), block_size=self.block_size)
         self.tokens: list[int] = []
         self.hashes: list[BlockHash] = []
@@ -184,7 +184,7 @@ class Conversation:
             for part in job.parts:
                 # Groups of attention share the arrays; a row has its own.
                 self.nbytes[job.direction] += len(part.block_ids) * self.layout.groups[part.group_id].block_nbytes
-        self.scheduler.apply(finish_jobs(plan, **self.sizes))
+        self.scheduler.apply(finish_jobs(plan, num_host_slots=self.num_host_slots))
 
     def tables(self, num_tokens: int, *, start: int) -> list[list[int]]:
         """Per group, a block for each that tokens from `start` on attend to or write."""

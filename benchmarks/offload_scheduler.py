@@ -34,11 +34,11 @@ def computed(
     )
 
 
-def finish_jobs(plan: StepPlan | None, *, num_host_chunks: int, **fields: Any) -> StepReport:
+def finish_jobs(plan: StepPlan | None, *, num_host_slots: tuple[int, ...], **fields: Any) -> StepReport:
     """The report of a worker that has finished all jobs of a plan."""
     jobs = plan.jobs if plan else ()
     results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
-    return StepReport(worker_id=0, results=results, num_host_chunks=num_host_chunks, **fields)
+    return StepReport(worker_id=0, results=results, num_host_slots=num_host_slots, **fields)
 
 
 def fill(scheduler: OffloadScheduler, prompts: Sequence[Sequence[BlockHash]], *, num_host_chunks: int) -> None:
@@ -51,7 +51,7 @@ def fill(scheduler: OffloadScheduler, prompts: Sequence[Sequence[BlockHash]], *,
         ]
         plan = scheduler.plan_step(changed)
         while plan.jobs:
-            scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
+            scheduler.apply(finish_jobs(plan, num_host_slots=(num_host_chunks,)))
             plan = scheduler.plan_step()
         for request in changed:
             scheduler.finish(request.request_id)

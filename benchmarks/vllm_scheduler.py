@@ -187,7 +187,7 @@ class SchedulerAlone:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layouts = ((0, KVLayout(block_size=self.args.block_size, groups=(group,))),)
-        report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
+        report = finish_jobs(plan, num_host_slots=(self.args.host_blocks,))
         is_empty = not (report.results or self.is_new)
         reports = (
             None

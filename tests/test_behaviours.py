@@ -389,7 +389,7 @@ def test_13_a_copy_that_did_less_than_asked_is_detected_and_its_memory_given_up(
     report = engine.worker.poll(wait=True)
     assert [result.state for result in report.results] == [JobState.FAILED]
     assert "copied 1 of 2 blocks" in report.results[0].error
-    assert report.lost_slots == ((0, 4),), "all chunks of that segment"
+    assert report.lost_slots == ((0, 0, 4),), "all chunks of that segment"
 
 
 def test_13_a_transient_error_leaves_the_chunk_and_a_second_one_removes_it() -> None:

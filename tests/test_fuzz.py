@@ -124,7 +124,7 @@ def test_fifty_thousand_reports_that_make_no_sense_or_name_unknown_jobs_change_n
             results.append(known if rng.random() < 0.5 else mutated(rng, good, keep=["failed_blocks"]))
         if rng.random() < 0.1:
             results.append(rng.choice(JUNK))
-        report = StepReport(worker_id=rng.randint(0, 1), results=tuple(results), num_host_chunks=rng.choice([0, 64]))
+        report = StepReport(worker_id=rng.randint(0, 1), results=tuple(results), num_host_slots=(rng.choice([0, 64]),))
         if rng.random() < 0.7:
             # Junk that could be meant is not junk: a larger incarnation is a worker that was started anew.
             report = mutated(rng, report)

@@ -28,6 +28,17 @@ class Direction(enum.Enum):
     __hash__ = object.__hash__  # of enum.Enum it is a slow call; members are unique
 
 
+class Pool(enum.IntEnum):
+    """A pool of the host tier. What is given by pool is a sequence in this order, with an entry for each.
+
+    A model without states has one pool. All slots of a pool come after those of the pools before it, so that the number
+    of a slot says which pool it is of. Workers count the slots of each pool from 0.
+    """
+
+    CHUNKS = 0  # of full attention and of windows
+    STATES = 1
+
+
 class JobState(enum.Enum):
     """The state of a job. The last four are ends; a job reaches exactly one of them."""
 
@@ -220,25 +231,23 @@ def _unpickle_job(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostDivision:
-    """How the host tier of a model with states is divided into its two pools.
+    """How the host tier of a model with states is divided into its pools.
 
     Attributes:
       division_id: increases by one with each change; 0 is the division that a worker begins with.
-      chunk_segments: segments that the pool of chunks may have.
-      state_segments: likewise, the pool of states.
+      segments: by pool, segments that it may have.
     """
 
     division_id: int
-    chunk_segments: int
-    state_segments: int
+    segments: tuple[int, ...]
 
-    def __reduce__(self) -> tuple[Callable[..., "HostDivision"], tuple[int, int, int]]:
+    def __reduce__(self) -> tuple[Callable[..., "HostDivision"], tuple[int, tuple[int, ...]]]:
         """As in `StepPlan`."""
-        return _unpickle_division, (self.division_id, self.chunk_segments, self.state_segments)
+        return _unpickle_division, (self.division_id, self.segments)
 
 
-def _unpickle_division(division_id: int, chunk_segments: int, state_segments: int) -> HostDivision:
-    return HostDivision(division_id=division_id, chunk_segments=chunk_segments, state_segments=state_segments)
+def _unpickle_division(division_id: int, segments: tuple[int, ...]) -> HostDivision:
+    return HostDivision(division_id=division_id, segments=segments)
 
 
 @record(frozen=True, slots=True, kw_only=True)
@@ -346,8 +355,7 @@ class WorkerSetup:
       blocks_per_chunk: as in the settings; 0 if the host tier is off.
       staging_blocks: the staging budget; 0 if the host tier is off.
       max_load_blocks: most blocks loaded before one step, if loads are not staged; 0 for no limit.
-      segment_chunks: chunks in a segment of the host pool; 0 if the host tier is off.
-      segment_states: likewise, rows in a segment of the host pool of states; 0 without states.
+      segment_slots: by pool, slots in a segment; empty if the host tier is off.
       save_path: name of the copy path of saves; empty if the host tier is off.
       load_path: likewise for loads.
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
@@ -366,7 +374,7 @@ class WorkerSetup:
     blocks_per_chunk: int
     staging_blocks: int
     max_load_blocks: int
-    segment_chunks: int
+    segment_slots: tuple[int, ...]
     save_path: str
     load_path: str
     bucket_blocks: tuple[int, ...]
@@ -374,7 +382,6 @@ class WorkerSetup:
     storage_chunks: tuple[int, ...] = ()
     stored_keys: tuple[tuple[ChunkKey, ...] | None, ...] = ()
     shares_storage: tuple[bool, ...] = ()
-    segment_states: int = 0
     rival: int = 0
 
 
@@ -385,14 +392,13 @@ class StepReport:
     Attributes:
       worker_id: 0 to num_workers - 1.
       results: jobs that ended.
-      num_host_chunks: slots of the host pool that are allocated. Within an incarnation it only grows, except by a
+      num_host_slots: by pool, slots that are allocated. Within an incarnation they only grow, except by a
         `HostDivision`.
-      num_host_states: likewise, rows of the host pool of states; 0 without states.
-      num_host_segments: segments that this worker can have in both pools together; never grows within an incarnation.
+      num_host_segments: segments that this worker can have in all pools together; never grows within an incarnation.
         0 without states, and if it is unknown.
       division_id: the last `HostDivision` that it has begun to carry out. Slots of an earlier one may be gone.
-      lost_slots: ranges (first, end) of slots whose contents were lost since the last report.
-      lost_states: likewise, rows of the host pool of states.
+      lost_slots: ranges (pool, first, end) of slots whose contents were lost since the last report, counted within
+        the pool.
       num_swap_blocks: per layer group, allocated blocks of the swap pool; only grows, too. Empty without request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose contents were lost since the last report.
       oldest_job_id: no job with a smaller id is or will be in flight on this worker, except `storage_job_ids`: every
@@ -408,12 +414,10 @@ class StepReport:
 
     worker_id: int
     results: tuple[JobResult, ...]
-    num_host_chunks: int
-    num_host_states: int = 0
+    num_host_slots: tuple[int, ...]
     num_host_segments: int = 0
     division_id: int = 0
-    lost_slots: tuple[tuple[int, int], ...] = ()
-    lost_states: tuple[tuple[int, int], ...] = ()
+    lost_slots: tuple[tuple[int, int, int], ...] = ()
     num_swap_blocks: tuple[int, ...] = ()
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()
     oldest_job_id: int = 0

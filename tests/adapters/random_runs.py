@@ -55,7 +55,7 @@ def delay(worker, rng: random.Random, rate: float) -> None:
     def poll(*, wait: bool = False):
         if not wait and rng.random() < rate:
             last = worker._make_report(worker._reported)
-            return StepReport(worker_id=last.worker_id, results=(), num_host_chunks=last.num_host_chunks)
+            return StepReport(worker_id=last.worker_id, results=(), num_host_slots=last.num_host_slots)
         return real(wait=wait)
 
     worker.poll = poll

@@ -20,8 +20,8 @@ REPORTS = tuple(
     StepReport(
         worker_id=i,
         results=(JobResult(job_id=7, state=JobState.FAILED, error="why", duration_s=0.5),),
-        num_host_chunks=9,
-        lost_slots=((0, 4),),
+        num_host_slots=(9,),
+        lost_slots=((0, 0, 4),),
     )
     for i in range(2)
 )

@@ -63,7 +63,7 @@ def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_schedulin
     )  # its token reports that nothing was copied
     held, poll = [True], worker.poll
     worker.poll = lambda *, wait=False: (
-        StepReport(worker_id=0, results=(), num_host_chunks=worker.num_host_chunks) if held else poll(wait=wait)
+        StepReport(worker_id=0, results=(), num_host_slots=(worker.num_host_chunks,)) if held else poll(wait=wait)
     )
     longer = [*tokens, *prompt(20, seed=8)]
     request = stack.add("b", longer, max_tokens=8)

@@ -65,8 +65,7 @@ class FakeWorker:
         self.hbm: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
         self.in_flight: list[tuple[CopyJob, list[bytes]]] = []
-        self.lost_slots: list[tuple[int, int]] = []
-        self.lost_states: list[tuple[int, int]] = []
+        self.lost_slots: list[tuple[int, int, int]] = []
 
     def blocks(self, job: CopyJob) -> list[int]:
         """Blocks in HBM, part after part; rows of states are numbered from `ROWS` on."""
@@ -131,26 +130,33 @@ class FakeWorker:
     def lose(self, first: int, end: int, *, blocks_per_chunk: int) -> None:
         """Zeroes the bytes in these slots; the next report contains the loss."""
         self.host.update(dict.fromkeys(range(first * blocks_per_chunk, end * blocks_per_chunk), POISON))
-        self.lost_slots.append((first, end))
+        self.lost_slots.append((0, first, end))
 
     def lose_states(self, first: int, end: int) -> None:
         """Likewise, these rows of states."""
         self.host.update(dict.fromkeys(range(ROWS + first, ROWS + end), POISON))
-        self.lost_states.append((first, end))
+        self.lost_slots.append((1, first, end))
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
-        lost, self.lost_slots = tuple(self.lost_slots), []
-        lost_states, self.lost_states = tuple(self.lost_states), []
         return StepReport(
             worker_id=self.worker_id,
             results=tuple(results or ()),
-            num_host_chunks=self.num_host_chunks,
-            num_host_states=self.num_host_states,
+            num_host_slots=self.num_host_slots,
             num_host_segments=self.num_host_segments,
             division_id=self.division_id,
-            lost_slots=lost,
-            lost_states=lost_states,
+            lost_slots=self.take_lost(),
         )
+
+    @property
+    def num_host_slots(self) -> tuple[int, ...]:
+        """By pool, those that it has allocated."""
+        has_states = self.state_group_id >= 0
+        return (self.num_host_chunks, self.num_host_states) if has_states else (self.num_host_chunks,)
+
+    def take_lost(self) -> tuple[tuple[int, int, int], ...]:
+        """The ranges that have been lost since the last call."""
+        lost, self.lost_slots = tuple(self.lost_slots), []
+        return lost
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from tpu_offload.core import inspection
 from tpu_offload.core.index import Checkpoint, ChunkIndex, NewPiece
 from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.piece_keys import piece_key
-from tpu_offload.types import BlockHash, ChunkKey
+from tpu_offload.types import BlockHash, ChunkKey, Pool
 
 STORED, REMOVED, CLEARED = TierEventKind.STORED, TierEventKind.REMOVED, TierEventKind.CLEARED
 
@@ -247,11 +247,11 @@ def test_shared_pieces_that_a_load_reads_stay_when_the_checkpoint_that_they_were
 def test_a_dropped_checkpoint_that_a_load_reads_is_not_found(states) -> None:
     """If its pieces are of one boundary only; the events say the same."""
     index = ChunkIndex(
-        LRUPolicy(), record=True, window_chunks=() if states else (1,), first_state=100 if states else None
+        LRUPolicy(), record=True, window_chunks=() if states else (1,), first_slots=(0, 100) if states else (0,)
     )
-    index.grow(10)
+    index.grow(Pool.CHUNKS, 10)
     if states:
-        index.grow_states(4)
+        index.grow(Pool.STATES, 4)
     keys = [ChunkKey(b"%d" % i) for i in range(2)]
     index.complete(keys, index.allocate(Use(0), keys, range(2)), success=True)
     begun = index.begin_checkpoint(keys, 2, max_chunks=4)
@@ -271,7 +271,7 @@ def test_a_dropped_checkpoint_that_a_load_reads_is_not_found(states) -> None:
 def test_a_window_chunk_that_was_lost_and_saved_anew_is_not_saved_a_third_time() -> None:
     """The checkpoint before the new one still has the lost slot."""
     index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(3,))
-    index.grow(20)
+    index.grow(Pool.CHUNKS, 20)
     keys = [ChunkKey(b"%d" % i) for i in range(5)]
     index.complete(keys, index.allocate(Use(0), keys, range(5)), success=True)
 
@@ -302,9 +302,9 @@ class PartlyLost:
     """
 
     def __init__(self) -> None:
-        self.index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(2,), first_state=100)
-        self.index.grow(20)
-        self.index.grow_states(4)
+        self.index = ChunkIndex(LRUPolicy(), record=True, window_chunks=(2,), first_slots=(0, 100))
+        self.index.grow(Pool.CHUNKS, 20)
+        self.index.grow(Pool.STATES, 4)
         self.keys = [ChunkKey(b"%d" % i) for i in range(6)]
         self.index.complete(self.keys, self.index.allocate(Use(0), self.keys, range(6)), success=True)
         self.checkpoint, pieces = self.save(5)
@@ -372,7 +372,7 @@ def test_a_checkpoint_of_which_a_part_is_lost_takes_no_state() -> None:
 def test_a_load_settles_the_checkpoint_whose_save_has_begun_since_it_was_found() -> None:
     """Else the next step of the request that saves it would supersede it."""
     index = ChunkIndex(LRUPolicy(), window_chunks=(3,))
-    index.grow(20)
+    index.grow(Pool.CHUNKS, 20)
     keys = [ChunkKey(b"%d" % i) for i in range(4)]
     index.complete(keys, index.allocate(Use(0), keys, range(4)), success=True)
     begun = index.begin_checkpoint(keys, 3, max_chunks=9)
@@ -393,7 +393,7 @@ def test_a_load_settles_the_checkpoint_whose_save_has_begun_since_it_was_found()
 
 def test_without_record_nothing_is_kept_of_pieces() -> None:
     index = ChunkIndex(LRUPolicy(), window_chunks=(2,))
-    index.grow(20)
+    index.grow(Pool.CHUNKS, 20)
     keys = [ChunkKey(b"%d" % i) for i in range(3)]
     index.complete(keys, index.allocate(Use(0), keys, range(3)), success=True)
     begun = index.begin_checkpoint(keys, 3, max_chunks=9)

@@ -4,7 +4,7 @@ import pytest
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy, Use
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 def chain(prefix: str, num: int) -> list[ChunkKey]:
@@ -21,7 +21,7 @@ def complete(index: ChunkIndex, keys: list[ChunkKey], *, success: bool) -> None:
 
 def make(num_slots: int) -> ChunkIndex:
     index = ChunkIndex(LRUPolicy())
-    index.grow(num_slots)
+    index.grow(Pool.CHUNKS, num_slots)
     return index
 
 
@@ -111,9 +111,9 @@ def test_slots_are_handed_out_from_low_to_high_and_grow() -> None:
     index = make(2)
     keys = chain("a", 6)
     assert allocate(index, keys) == [0, 1]
-    index.grow(4)
-    index.grow(3)
-    assert index.num_slots == 4
+    index.grow(Pool.CHUNKS, 4)
+    index.grow(Pool.CHUNKS, 3)
+    assert index.num_slots(Pool.CHUNKS) == 4
     assert allocate(index, keys, first=2) == [2, 3]
     index.check_invariants()
 

@@ -16,7 +16,7 @@ from tests.core.plain_index import INVALID, PENDING, READY, PlainIndex, Resident
 from tests.grids import few
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.num_slots < MAX_SLOTS)
     @rule(num_slots=many_slots)
     def grow(self, num_slots):
-        self.index.grow(num_slots)
+        self.index.grow(Pool.CHUNKS, num_slots)
         self.plain.grow(num_slots)
 
     @faulty
@@ -112,7 +112,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_starts_anew(self, num_slots, num_at_once):
         self.lose(num_slots, MAX_SLOTS)
-        self.index.shrink(num_slots)
+        self.index.shrink(Pool.CHUNKS, num_slots)
         self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
@@ -326,7 +326,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_loses_all(self, num_slots, num_at_once):
         self.clear()
-        self.index.shrink(num_slots)
+        self.index.shrink(Pool.CHUNKS, num_slots)
         self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
@@ -341,7 +341,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert {key: index.state(key) for key in KEYS} == {key: plain.state(key) for key in KEYS}
         assert [key for key in KEYS if key in index] == sorted(plain.chunks)
         assert len(index) == len(plain.chunks)
-        assert (index.num_slots, index.num_free_slots) == (plain.num_slots, len(plain.free))
+        assert (index.num_slots(Pool.CHUNKS), index.num_free_slots) == (plain.num_slots, len(plain.free))
         assert (index.num_quarantined_slots, index.num_evicted) == (len(plain.quarantined), plain.num_evicted)
         tails = [keys[-1] for keys in plain.pins]
         index.check_holds(pins={key: tails.count(key) for key in tails}, pending=set(plain.keys(PENDING)))

@@ -33,7 +33,7 @@ def resident(**config) -> OffloadScheduler:
     """A scheduler whose host tier holds a prompt of 100,000 tokens."""
     num_chunks = len(HASHES)
     scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=num_chunks, **config), LAYOUT)
-    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_chunks))
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(num_chunks,)))
     changed = [
         ScheduledRequest(
             request_id="a",
@@ -50,7 +50,7 @@ def resident(**config) -> OffloadScheduler:
             break
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.of(JobKind.SAVE))
         scheduler.apply(
-            StepReport(worker_id=0, results=results, num_host_chunks=num_chunks, oldest_job_id=plan.next_job_id)
+            StepReport(worker_id=0, results=results, num_host_slots=(num_chunks,), oldest_job_id=plan.next_job_id)
         )
     scheduler.finish("a")
     assert scheduler.stats().num_resident_chunks == num_chunks
@@ -60,7 +60,7 @@ def resident(**config) -> OffloadScheduler:
 def report_of(plan, **fields) -> StepReport:
     results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
     return StepReport(
-        worker_id=0, results=results, num_host_chunks=len(HASHES), oldest_job_id=plan.next_job_id, **fields
+        worker_id=0, results=results, num_host_slots=(len(HASHES),), oldest_job_id=plan.next_job_id, **fields
     )
 
 
@@ -358,7 +358,7 @@ def saved_blocks(plan) -> list[int]:
 
 def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() -> None:
     scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8000, **DIRECT), LAYOUT)
-    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=8000))
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(8000,)))
     num_blocks = 2 * saving.MAX_CHUNKS_PER_PLAN + 1000
     prompt = ScheduledRequest(
         request_id="a",

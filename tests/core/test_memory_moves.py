@@ -10,8 +10,9 @@ from tests.core.fakes import FakeWorker, tokens
 from tests.core.policies import example
 from tests.core.window_engine import WindowEngine
 from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
-from tpu_offload.core.index import ChunkIndex, Pool, PoolBalance, PoolMove, checkpoints
+from tpu_offload.core.index import ChunkIndex, PoolBalance, PoolMove, checkpoints
 from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.types import Pool
 
 CHUNKS, STATES = 4, 5  # in a segment
 
@@ -34,7 +35,7 @@ class DrawnRule(PoolBalance):
 
     def choose(self, **_: Any) -> PoolMove | None:
         wanted, self.wanted = self.wanted, None
-        return None if wanted is None else PoolMove(wanted, 1)
+        return None if wanted is None else PoolMove(wanted, Pool(1 - wanted), 1)
 
 
 class Tier:
@@ -68,8 +69,8 @@ class Tier:
         division = self.division
         assert division is not None
         self.worker.division_id = division.division_id
-        self.worker.num_host_chunks = division.chunk_segments * CHUNKS
-        self.worker.num_host_states = division.state_segments * STATES
+        self.worker.num_host_chunks = division.segments[Pool.CHUNKS] * CHUNKS
+        self.worker.num_host_states = division.segments[Pool.STATES] * STATES
         self.report()
 
     def report(self) -> None:
@@ -150,7 +151,7 @@ def test_chunks_give_memory_to_states() -> None:
     tier = full_tier()
     tier.rule.wanted = Pool.STATES
     tier.step(3)
-    assert tier.division == HostDivision(division_id=1, chunk_segments=7, state_segments=9)
+    assert tier.division == HostDivision(division_id=1, segments=(7, 9))
     stats = tier.engine.scheduler.stats()
     assert (tier.slots, stats.num_resident_chunks, stats.num_states) == ((28, 40), 28, 7)
     assert (stats.num_moved_segments, stats.num_evicted_chunks, stats.num_evicted_checkpoints) == (1, 4, 1)
@@ -224,7 +225,7 @@ def test_the_pools_are_cut_to_what_the_worker_can_have() -> None:
     tier.worker.num_host_segments = 12
     tier.report()
     tier.step(3)
-    assert tier.division == HostDivision(division_id=1, chunk_segments=6, state_segments=6)
+    assert tier.division == HostDivision(division_id=1, segments=(6, 6))
     assert tier.slots == (24, 30)
 
 
@@ -241,40 +242,40 @@ def test_a_reset_in_the_middle_of_a_move() -> None:
 
 def test_slots_that_were_vacated_are_not_looked_at_again() -> None:
     index = ChunkIndex(LRUPolicy())
-    index.grow(100_000)
-    index.shrink(1000)
-    assert index.vacate(1000), "there was nothing in them"
+    index.grow(Pool.CHUNKS, 100_000)
+    index.shrink(Pool.CHUNKS, 1000)
+    assert index.vacate(Pool.CHUNKS, 1000), "there was nothing in them"
     keys = [ChunkKey(b"%d" % i) for i in range(1000)]
     index.complete(keys, index.allocate(Use(0), keys, range(1000)), success=True)
-    index.shrink(900)
-    assert index.vacate(900), "one call looks at 1024"
-    assert (index.num_slots, len(index)) == (900, 900)
-    index.grow(100_000)
+    index.shrink(Pool.CHUNKS, 900)
+    assert index.vacate(Pool.CHUNKS, 900), "one call looks at 1024"
+    assert (index.num_slots(Pool.CHUNKS), len(index)) == (900, 900)
+    index.grow(Pool.CHUNKS, 100_000)
     index.check_invariants()
     assert index.num_free_slots == 99_100
 
 
 def test_slots_that_the_policy_evicts_from_while_they_are_vacated_are_not_used_again() -> None:
     index = ChunkIndex(LRUPolicy())
-    index.grow(8)
+    index.grow(Pool.CHUNKS, 8)
     keys = [ChunkKey(b"%d" % i) for i in range(8)]
     index.complete(keys, index.allocate(Use(0), keys, range(8)), success=True)
     index.pin(keys)
-    index.shrink(6)
-    assert not index.vacate(6), "all of them are pinned"
+    index.shrink(Pool.CHUNKS, 6)
+    assert not index.vacate(Pool.CHUNKS, 6), "all of them are pinned"
     index.unpin(keys)
     slots = index.allocate(Use(1), new := [ChunkKey(b"new%d" % i) for i in range(3)], range(3))
     index.check_invariants()
     assert sorted(slots) == [3, 4, 5], "two more were evicted, whose slots go to the other pool"
     index.complete(new, slots, success=True)
-    assert index.vacate(6)
+    assert index.vacate(Pool.CHUNKS, 6)
 
 
 def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> None:
     """A load holds the lost one. The new one, of the same boundary, is in a slot that stays."""
-    index = ChunkIndex(LRUPolicy(), first_state=100)
-    index.grow(10)
-    index.grow_states(2)
+    index = ChunkIndex(LRUPolicy(), first_slots=(0, 100))
+    index.grow(Pool.CHUNKS, 10)
+    index.grow(Pool.STATES, 2)
     keys = [ChunkKey(b"%d" % i) for i in range(2)]
     index.complete(keys, index.allocate(Use(0), keys, range(2)), success=True)
     held = []
@@ -289,11 +290,11 @@ def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> 
     begun = index.begin_checkpoint(keys, 2, max_chunks=0)
     assert begun is not None
     index.checkpoints.complete([100], success=True)
-    index.shrink_states(1)
-    assert not index.vacate_states(1), "a load reads it"
+    index.shrink(Pool.STATES, 1)
+    assert not index.vacate(Pool.STATES, 1), "a load reads it"
     assert index.checkpoints.get(keys[1]) is begun[0]
     index.checkpoints.release(held[1])
-    assert index.vacate_states(1)
+    assert index.vacate(Pool.STATES, 1)
     index.check_invariants()
 
 
@@ -301,9 +302,9 @@ def test_a_state_saved_anew_stays_when_the_slot_of_the_lost_one_is_vacated() -> 
 def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
     """However many there are, and as often as it is called while a load reads one of those that have to go."""
     monkeypatch.setattr(checkpoints, "_MAX_PIECES", 100)
-    index = ChunkIndex(LRUPolicy(), window_chunks=(3,), first_state=10_000)
-    index.grow(1600)
-    index.grow_states(400)
+    index = ChunkIndex(LRUPolicy(), window_chunks=(3,), first_slots=(0, 10_000))
+    index.grow(Pool.CHUNKS, 1600)
+    index.grow(Pool.STATES, 400)
     for r in range(40):
         keys = [ChunkKey(b"%d %d" % (r, i)) for i in range(10)]
         index.complete(keys, index.allocate(Use(r), keys, range(10)), success=True)
@@ -328,12 +329,12 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
     while num_calls < 40 and any(slot in range(400, 1600) for slot in index.checkpoints._pieces.key_of):
         num_calls += 1
         looked_at.clear()
-        index.checkpoints.evict_from(range(400, 1600))
+        index.checkpoints.evict_from(Pool.CHUNKS, range(400, 1600))
         assert len(looked_at) < 2 * 101, "twice if it is dropped"
     assert num_calls == 40 if is_held else num_calls in range(4, 20)
-    index.shrink(400)
-    assert is_held != any(index.vacate(400) for _ in range(20))
+    index.shrink(Pool.CHUNKS, 400)
+    assert is_held != any(index.vacate(Pool.CHUNKS, 400) for _ in range(20))
     if is_held:
         index.checkpoints.release(last)
-    assert any(index.vacate(400) for _ in range(20))
+    assert any(index.vacate(Pool.CHUNKS, 400) for _ in range(20))
     index.check_invariants()

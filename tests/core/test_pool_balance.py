@@ -2,7 +2,8 @@
 
 import pytest
 
-from tpu_offload.core.index import Pool, PoolBalance, PoolMove
+from tpu_offload.core.index import PoolBalance, PoolMove
+from tpu_offload.types import Pool
 
 CHUNKS, STATES = Pool
 
@@ -36,7 +37,7 @@ def move_of(
 def test_the_pool_that_evicts_younger_entries_gets_memory(young: Pool) -> None:
     rule = balance()
     evict(rule, young, 30, age=50)
-    evict(rule, young.other, 30, age=200)
+    evict(rule, Pool(1 - young), 30, age=200)
     assert choose(rule, 100) is young
     assert choose(rule, 200) is None, "a new window"
 
@@ -118,13 +119,13 @@ def test_the_larger_the_difference_the_more_moves(
     rule = balance()
     evict(rule, CHUNKS, 30, age=ages[0])
     evict(rule, STATES, 30, age=ages[1])
-    assert move_of(rule, 1000, segments=segments) == PoolMove(CHUNKS, expected)
+    assert move_of(rule, 1000, segments=segments) == PoolMove(CHUNKS, STATES, expected)
 
 
 def test_half_of_what_is_free_moves() -> None:
     rule = balance()
     evict(rule, CHUNKS, 30, age=100)
-    assert move_of(rule, 1000, segments=(40, 40), free=(0, 60)) == PoolMove(CHUNKS, 3)
+    assert move_of(rule, 1000, segments=(40, 40), free=(0, 60)) == PoolMove(CHUNKS, STATES, 3)
 
 
 def test_with_other_policies_chunks_get_what_is_free_only() -> None:

@@ -106,7 +106,7 @@ def test_duplicate_late_and_unknown_results_change_nothing_and_are_counted() -> 
     engine.apply(workers[1], [JobResult(job_id=results[0].job_id, state=JobState.SENT)])
     engine.scheduler.apply(
         StepReport(
-            worker_id=7, results=(JobResult(job_id=results[0].job_id, state=JobState.FINISHED),), num_host_chunks=1000
+            worker_id=7, results=(JobResult(job_id=results[0].job_id, state=JobState.FINISHED),), num_host_slots=(1000,)
         )
     )
     assert engine.scheduler.stats().num_ignored_results == 3
@@ -758,7 +758,7 @@ def test_a_promise_whose_host_memory_was_lost_can_be_admitted_in_part() -> None:
     hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
-    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, lost_slots=((0, 64),)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,), lost_slots=((0, 0, 64),)))
     engine.scheduler.admit("b", [[0, 1]], num_loaded_tokens=8)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
@@ -954,7 +954,7 @@ def test_lost_host_memory_is_invalidated_everywhere_before_it_can_be_read() -> N
     assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 8
     engine.add("saving", tokens(8, start=700))
     engine.step({"saving": 8})
-    report = StepReport(worker_id=0, results=tuple(worker.finish()), num_host_chunks=64, lost_slots=((0, 64),))
+    report = StepReport(worker_id=0, results=tuple(worker.finish()), num_host_slots=(64,), lost_slots=((0, 0, 64),))
     assert engine.scheduler.apply(report).failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.requests["loading"].loading = False
     assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 0

@@ -28,7 +28,7 @@ from tpu_offload.core.policies.runs import Run
 from tpu_offload.core.saving import MAX_CHUNKS_PER_PLAN as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
-from tpu_offload.types import ChunkKey, JobKind
+from tpu_offload.types import ChunkKey, JobKind, Pool
 
 NUM_CHUNKS = 30_000
 LAYOUT = KVLayout(
@@ -47,7 +47,7 @@ def chain(name: int, num: int) -> list[ChunkKey]:
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:
     """A full index."""
     index = ChunkIndex(PriorityPolicy(find_policy(policy)), record=record)
-    index.grow(num_prompts * num_chunks)
+    index.grow(Pool.CHUNKS, num_prompts * num_chunks)
     for i in range(num_prompts):
         keys = chain(i, num_chunks)
         index.complete(keys, index.allocate(Use(i), keys, range(num_chunks)), success=True)
@@ -85,7 +85,7 @@ class Engine:
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
         return self.scheduler.apply(
             StepReport(
-                worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.incarnation, **fields
+                worker_id=0, results=results, num_host_slots=(self.num_chunks,), incarnation=self.incarnation, **fields
             )
         )
 
@@ -233,7 +233,7 @@ def test_a_plan_of_very_many_new_chunks_costs_what_one_plan_saves() -> None:
     for num_blocks in (2 * MAX_SAVED, 10 * MAX_SAVED):
         config = OffloadConfig.create(num_cpu_chunks=NUM_CHUNKS, save_path="direct", load_path="direct")
         scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0)
-        scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=NUM_CHUNKS))
+        scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(NUM_CHUNKS,)))
         hashes, blocks = block_hashes(0, num_blocks), list(range(num_blocks))
         scheduled = ScheduledRequest(
             request_id="a",
@@ -251,7 +251,7 @@ def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
     """A load that the staging buffer cuts, and the steps that compute the rest: each uses a little more."""
     policy = DensityPolicy()
     index = ChunkIndex(policy)
-    index.grow(20_000)
+    index.grow(Pool.CHUNKS, 20_000)
     keys = chain(0, 20_000)
     index.complete(keys, index.allocate(Use(0), keys, range(20_000)), success=True)
     for num_chunks in range(256, 20_001, 256):
@@ -280,7 +280,7 @@ def test_the_garbage_collector_visits_no_keys_of_a_run_and_no_entries_of_evicted
     """Of a run it visits the run, its `RunKeys`, and its entries in the queues of those that may be evicted."""
     policy = DensityPolicy()
     index = ChunkIndex(policy)
-    index.grow(1000)
+    index.grow(Pool.CHUNKS, 1000)
     for i in range(100):
         keys = chain(i, 20)
         index.complete(keys, index.allocate(Use(i), keys, range(20)), success=True)

@@ -25,7 +25,8 @@ from tpu_offload import (
 from tpu_offload.config import HostSegments
 from tpu_offload.core.index import Checkpoint, ChunkIndex
 from tpu_offload.core.policies import LRUPolicy
-from tpu_offload.types import JobKind
+from tpu_offload.core.workers import expected_setups
+from tpu_offload.types import JobKind, Pool, WorkerSetup
 
 GB = 2**30
 LAYOUT = window_layout((), has_states=True)
@@ -140,9 +141,9 @@ def test_a_state_of_generated_tokens_replaces_those_that_are_still_being_saved()
 @pytest.mark.parametrize("num_in_flight", [1, 3])
 def test_states_that_could_not_be_saved_are_forgotten(num_in_flight) -> None:
     """A long request does not keep one for each boundary."""
-    index = ChunkIndex(LRUPolicy(), first_state=100)
-    index.grow(60)
-    index.grow_states(10)
+    index = ChunkIndex(LRUPolicy(), first_slots=(0, 100))
+    index.grow(Pool.CHUNKS, 60)
+    index.grow(Pool.STATES, 10)
     keys = [ChunkKey(b"%d" % i) for i in range(60)]
     index.complete(keys, index.allocate(Use(0), keys, range(60)), success=True)
     saves: list[tuple[Checkpoint, list[int]]] = []
@@ -413,17 +414,40 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
 # Sizes and layouts.
 
 
+def test_a_loss_of_chunks_that_no_worker_can_have_is_none_of_states() -> None:
+    pools = state_engine().scheduler._report_handler._pools
+    num_chunks, num_states = pools._max_slots
+    assert pools.slots_of(0, 3, 2**40) == range(3, num_chunks)
+    assert pools.slots_of(1, 0, 2) == range(num_chunks, num_chunks + 2)
+    assert pools.slots_of(1, 1, 2**40) == range(num_chunks + 1, num_chunks + num_states)
+
+
+def test_a_worker_with_segments_of_other_sizes_is_an_error() -> None:
+    engine = state_engine()
+    (expected,) = expected_setups(engine.scheduler._config, engine.layout, 1)
+    paths = {"save_path": "direct", "load_path": "direct"}
+    setup = WorkerSetup(num_processes=1, process_index=0, **(expected | paths | {"segment_slots": (1, 9)}))
+    report = dataclasses.replace(engine.workers[0].report(), incarnation=1, setup=setup)
+    with pytest.raises(ConfigError, match=r"segment_slots=\(1, 9\), the scheduler has \(.*_HOST_SEGMENT_GB"):
+        engine.scheduler.apply(report)
+
+
 def test_each_pool_can_have_all_segments_but_one() -> None:
     chunk_nbytes = LAYOUT.block_nbytes_per_host
     config = OffloadConfig.create(host_gb=1, blocks_per_chunk=2)
     segments = config.host_segments(LAYOUT)
     assert segments is not None
     assert segments.num_segments == 16
-    assert segments.segment_chunks * 2 * chunk_nbytes <= segments.segment_nbytes <= GB // 16
-    assert segments.segment_states * ROW_NBYTES <= segments.segment_nbytes
-    assert config.host_chunks(LAYOUT) == 15 * segments.segment_chunks > 0.9 * GB // (2 * chunk_nbytes)
-    assert config.host_states(LAYOUT) == 15 * segments.segment_states > 0.9 * GB // ROW_NBYTES
-    assert (segments.divide(16, 0.5), segments.divide(16, 0.25), segments.divide(3, 0.01)) == ((8, 8), (12, 4), (2, 1))
+    num_chunks, num_states = segments.segment_slots
+    assert num_chunks * 2 * chunk_nbytes <= segments.segment_nbytes <= GB // 16
+    assert num_states * ROW_NBYTES <= segments.segment_nbytes
+    assert config.host_chunks(LAYOUT) == 15 * num_chunks > 0.9 * GB // (2 * chunk_nbytes)
+    assert config.host_states(LAYOUT) == 15 * num_states > 0.9 * GB // ROW_NBYTES
+    assert segments.divide(16, (0.5,)) == (8, 8)
+    assert segments.divide(16, (0.25,)) == (12, 4)
+    assert segments.divide(3, (0.01,)) == (2, 1)
+    assert segments.divide(16, (0.25, 0.5)) == (4, 4, 8), "of three pools"
+    assert segments.divide(3, (0.9, 0.9)) == (1, 1, 1)
     assert OffloadConfig.create(host_gb=1, state_share=0.9).host_chunks(LAYOUT) == 2 * config.host_chunks(LAYOUT)
     assert OffloadConfig.create(num_cpu_chunks=100).host_segments(window_layout((9,))) is None
     assert OffloadConfig.create(num_cpu_chunks=100).host_states(window_layout((9,))) == 0
@@ -433,21 +457,21 @@ def test_each_pool_can_have_all_segments_but_one() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "chunk_nbytes", "row_nbytes", "expected"),
     [
-        (3200, 10, 100, HostSegments(16, 20, 2, 200)),
-        (3200, 100, 30, HostSegments(16, 2, 6, 200)),
-        (3200, 10, 900, HostSegments(3, 90, 1, 900)),
-        (999, 10, 500, HostSegments(1, 50, 1, 500)),
-        (32_000, 10, 100, HostSegments(32, 100, 10, 1000)),
+        (3200, 10, 100, HostSegments(16, (20, 2), 200)),
+        (3200, 100, 30, HostSegments(16, (2, 6), 200)),
+        (3200, 10, 900, HostSegments(3, (90, 1), 900)),
+        (999, 10, 500, HostSegments(1, (50, 1), 500)),
+        (32_000, 10, 100, HostSegments(32, (100, 10), 1000)),
     ],
 )
 def test_segments_of_both_kinds_take_the_same_memory(
     nbytes: int, chunk_nbytes: int, row_nbytes: int, expected: HostSegments
 ) -> None:
-    planned = HostSegments.plan(nbytes, chunk_nbytes=chunk_nbytes, row_nbytes=row_nbytes, segment_nbytes=1000)
+    planned = HostSegments.plan(nbytes, slot_nbytes=(chunk_nbytes, row_nbytes), segment_nbytes=1000)
     assert planned == expected
     assert planned.num_segments * planned.segment_nbytes <= nbytes
-    assert planned.segment_chunks * chunk_nbytes <= planned.segment_nbytes
-    assert planned.segment_states * row_nbytes <= planned.segment_nbytes
+    assert planned.segment_slots[0] * chunk_nbytes <= planned.segment_nbytes
+    assert planned.segment_slots[1] * row_nbytes <= planned.segment_nbytes
 
 
 def test_a_tier_that_is_set_far_too_large_has_states_all_the_same() -> None:

@@ -25,7 +25,7 @@ def match(engine, name, prompt):
 
 def report(engine, worker_id=0, *results, **fields):
     base = StepReport(
-        worker_id=worker_id, results=tuple(results), num_host_chunks=engine.workers[worker_id].num_host_chunks
+        worker_id=worker_id, results=tuple(results), num_host_slots=(engine.workers[worker_id].num_host_chunks,)
     )
     return engine.scheduler.apply(dataclasses.replace(base, **fields))
 
@@ -154,10 +154,10 @@ def test_a_restarted_worker_may_have_more_host_memory_than_before():
     for worker_id in range(2):
         report(engine, worker_id, incarnation=4)
     for incarnation, num_host_chunks in ((5, 3), (6, 10), (7, 64)):  # it restarts while its pool grows
-        report(engine, 1, incarnation=incarnation, num_host_chunks=num_host_chunks)
+        report(engine, 1, incarnation=incarnation, num_host_slots=(num_host_chunks,))
         assert engine.scheduler.stats().num_host_chunks == num_host_chunks
-    report(engine, 0, incarnation=5, num_host_chunks=9)
-    report(engine, 1, incarnation=8, num_host_chunks=20)
+    report(engine, 0, incarnation=5, num_host_slots=(9,))
+    report(engine, 1, incarnation=8, num_host_slots=(20,))
     assert engine.scheduler.stats().num_host_chunks == 9, "the other worker's"
     engine.scheduler.check_invariants()
 
@@ -173,7 +173,7 @@ def test_a_restarted_worker_has_an_empty_tier_and_its_jobs_fail():
     engine.add("saving", tokens(8, start=100))
     plan, _ = engine.step({"saving": 8})
     assert match(engine, "promised", tokens(12)) == 11
-    update = report(engine, 1, incarnation=6, num_host_chunks=3)
+    update = report(engine, 1, incarnation=6, num_host_slots=(3,))
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.requests["loading"].loading = False
     stats = engine.scheduler.stats()
@@ -181,18 +181,22 @@ def test_a_restarted_worker_has_an_empty_tier_and_its_jobs_fail():
     assert match(engine, "late", tokens(16)) == 0
     engine.scheduler.admit("promised", [[40, 41, 42]], num_loaded_tokens=11)
     old = report(
-        engine, 1, JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64
+        engine,
+        1,
+        JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED),
+        incarnation=5,
+        num_host_slots=(64,),
     )
     assert old.loaded == ()
     assert engine.scheduler.stats().num_host_chunks == 3, "a stale report is ignored"
     engine.step()
     last = plan.of(JobKind.SAVE)[0].job_id + 2
     for worker_id in range(2):
-        update = report(engine, worker_id, incarnation=5 + worker_id, oldest_job_id=last, num_host_chunks=3)
+        update = report(engine, worker_id, incarnation=5 + worker_id, oldest_job_id=last, num_host_slots=(3,))
     assert update.failed_loads == (FailedLoad(request_id="promised", num_valid_tokens=0),)
     assert engine.scheduler.stats().num_jobs_in_flight == 0
     engine.scheduler.check_invariants()
-    report(engine, 1, incarnation=6, num_host_chunks=64)
+    report(engine, 1, incarnation=6, num_host_slots=(64,))
     assert engine.scheduler.stats().num_host_chunks == 64
     engine.scheduler.check_invariants()
 
@@ -260,9 +264,7 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     plan, _ = engine.step({"saving": 12})
     lost = host_block_ids(plan.of(JobKind.LOAD)[0])[2]
     results = engine.workers[0].finish()
-    update = report(
-        engine, 0, *results, lost_slots=((lost, lost + 1), (host_block_ids(plan.of(JobKind.SAVE)[0])[1],) * 2)[:1]
-    )
+    update = report(engine, 0, *results, lost_slots=((0, lost, lost + 1),))
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=8),)
     engine.requests["loading"].loading = False
     assert match(engine, "b", tokens(13, start=100)) == 12
@@ -406,21 +408,37 @@ def test_plans_have_the_next_job_id_so_that_a_worker_can_acknowledge_jobs_that_i
 def loading_engine(**settings):
     engine = FakeEngine(job_timeout_s=5.0, **settings)
     engine.serve("a", tokens(8))
-    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, incarnation=1000))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,), incarnation=1000))
     engine.add("b", tokens(8))
     engine.step()
     return engine
 
 
-@pytest.mark.parametrize("said", [{"incarnation": 999}, {"worker_id": 7}, {"num_host_chunks": -1}, {"results": None}])
+@pytest.mark.parametrize("said", [{"incarnation": 999}, {"worker_id": 7}, {"num_host_slots": (-1,)}, {"results": None}])
 def test_a_waiting_request_is_told_even_if_no_report_is_applied(said):
     engine = loading_engine()
     engine.clock.now_s += 6
     engine.step()
     assert engine.scheduler.has_jobs, "there is news"
-    report = dataclasses.replace(StepReport(worker_id=0, results=(), num_host_chunks=64, incarnation=1000), **said)
+    report = dataclasses.replace(StepReport(worker_id=0, results=(), num_host_slots=(64,), incarnation=1000), **said)
     assert engine.scheduler.apply(report).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"num_host_slots": slots} for slots in ((), (64, 8), [64], 64, (64.0,))),
+        *({"lost_slots": lost} for lost in (((1, 0, 4),), ((0, 4),), ((0, 4, 4),), ((-1, 0, 4),), [(0, 0, 4)])),
+    ],
+)
+def test_a_report_of_other_pools_is_rejected_in_one_line(said, caplog):
+    engine = FakeEngine()
+    engine.serve("a", tokens(13))
+    report(engine, **said)
+    assert engine.scheduler.stats().num_rejected_reports == 1
+    assert "slots" in caplog.text or "memory" in caplog.text
+    assert match(engine, "b", tokens(13)) == 12
 
 
 def test_has_jobs_while_an_update_is_pending():
@@ -447,7 +465,7 @@ def test_a_report_that_acknowledges_unknown_jobs_is_applied_otherwise():
     report = StepReport(
         worker_id=0,
         results=(JobResult(job_id=job.job_id, state=FINISHED),),
-        num_host_chunks=64,
+        num_host_slots=(64,),
         oldest_job_id=10**9,
         incarnation=1000,
     )
@@ -460,9 +478,9 @@ def test_a_report_cannot_make_the_swap_pool_larger_than_its_setting():
     most = engine.config.max_swap_blocks(engine.layout)
     before = engine.scheduler.stats().swap_pool_blocks
     for num_blocks in (most + 1, 2**40):
-        engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(num_blocks,)))
+        engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(0,), num_swap_blocks=(num_blocks,)))
     assert engine.scheduler.stats().swap_pool_blocks == before
-    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(most,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(0,), num_swap_blocks=(most,)))
     assert engine.scheduler.stats().swap_pool_blocks == most
 
 
@@ -479,7 +497,7 @@ def test_a_finished_job_has_no_error():
 
 def test_the_swap_pool_of_a_restarted_worker_grows_again():
     engine = SwapEngine(pool=(8,))
-    base = StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(8,), incarnation=1)
+    base = StepReport(worker_id=0, results=(), num_host_slots=(0,), num_swap_blocks=(8,), incarnation=1)
     engine.scheduler.apply(base)
     engine.start("a", tokens(9))
     engine.swap_out("a")
@@ -572,7 +590,7 @@ def test_memory_lost_under_a_load_that_begins_inside_a_chunk_fails_the_right_blo
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
     (load,) = engine.step()[0].of(JobKind.LOAD)
     lost = host_block_ids(load)[1] // 2  # of the second chunk, whose first block is the load's second
-    update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
+    update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((0, lost, lost + 1),))
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
 
 

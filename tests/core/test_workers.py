@@ -27,7 +27,7 @@ SETUP = WorkerSetup(
     blocks_per_chunk=1,
     staging_blocks=8,
     max_load_blocks=CONFIG.max_load_blocks(LAYOUT),
-    segment_chunks=32,
+    segment_slots=(32,),
     save_path="direct",
     load_path="direct",
     bucket_blocks=(),
@@ -45,7 +45,7 @@ def scheduler(num_workers=2, clock=None):
 
 def report(worker_id=0, *, incarnation=7, num_host_chunks=16, **fields):
     return StepReport(
-        worker_id=worker_id, results=(), num_host_chunks=num_host_chunks, incarnation=incarnation, **fields
+        worker_id=worker_id, results=(), num_host_slots=(num_host_chunks,), incarnation=incarnation, **fields
     )
 
 
@@ -73,8 +73,12 @@ def test_workers_with_the_expected_setup():
         (setup(), 1, setup(process_index=0), "worker 1 is reported by more than one process, or its process"),
         (setup(), 1, setup(process_index=1, save_path="staged"), "worker 1 has save_path='staged', worker 0 has 'dir"),
         (setup(), 1, setup(process_index=1, load_path="staged"), "TPU_OFFLOAD_LOAD_PATH"),
-        (setup(), 1, setup(process_index=1, segment_chunks=9), "segment_chunks=9, worker 0 has 32.*HOST_SEGMENT_GB"),
-        (None, 0, setup(segment_states=4), "segment_states=4, the scheduler has 0.*HOST_SEGMENT_GB.*OFFLOAD_HOST_GB"),
+        (
+            setup(),
+            1,
+            setup(process_index=1, segment_slots=(9,)),
+            r"segment_slots=\(9,\), worker 0 has \(32,\).*HOST_SEGMENT_GB",
+        ),
         (None, 0, setup(staging_blocks=4), "worker 0 has staging_blocks=4, the scheduler has 8"),
         (None, 0, setup(max_load_blocks=3), "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP"),
         (None, 0, setup(blocks_per_chunk=2), "TPU_OFFLOAD_BLOCKS_PER_CHUNK"),
@@ -99,7 +103,7 @@ def test_a_worker_with_another_setup_is_an_error_with_its_first_report(first, wo
 def test_workers_with_separate_caches_may_have_other_segment_sizes():
     offload = scheduler()
     for worker_id, chunks in enumerate((9, 32)):
-        offload.apply(report(worker_id, setup=setup(num_processes=1, process_index=0, segment_chunks=chunks)))
+        offload.apply(report(worker_id, setup=setup(num_processes=1, process_index=0, segment_slots=(chunks,))))
     assert offload.stats().num_host_chunks == 16
 
 
@@ -107,7 +111,7 @@ def test_a_worker_without_room_for_the_host_tier_is_no_mismatch():
     offload = scheduler()
     offload.apply(report(0, setup=setup()))
     offload.apply(
-        report(1, num_host_chunks=0, setup=setup(process_index=1, save_path="", load_path="", segment_chunks=0))
+        report(1, num_host_chunks=0, setup=setup(process_index=1, save_path="", load_path="", segment_slots=()))
     )
     assert offload.stats().num_host_chunks == 0
 
@@ -142,7 +146,7 @@ def lost(worker_id=0, *, num_cache_losses=1, **fields):
     return StepReport(
         worker_id=worker_id,
         results=fields.pop("results", ()),
-        num_host_chunks=64,
+        num_host_slots=(64,),
         num_cache_losses=num_cache_losses,
         **fields,
     )
@@ -209,10 +213,10 @@ def test_a_cancel_is_repeated_until_every_worker_has_finished_with_the_load():
     for _ in range(3):
         assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
     cancelled = (JobResult(job_id=load.job_id, state=JobState.CANCELLED),)
-    engine.scheduler.apply(StepReport(worker_id=0, results=cancelled, num_host_chunks=64))
+    engine.scheduler.apply(StepReport(worker_id=0, results=cancelled, num_host_slots=(64,)))
     assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
     engine.scheduler.apply(
-        StepReport(worker_id=1, results=(), num_host_chunks=64, oldest_job_id=load.job_id + 1)
+        StepReport(worker_id=1, results=(), num_host_slots=(64,), oldest_job_id=load.job_id + 1)
     )  # its report got lost
     assert engine.scheduler.plan_step(()).empty
     engine.scheduler.check_invariants()
@@ -290,7 +294,7 @@ def test_an_impossible_swap_pool_is_a_config_error():
 
 
 def test_nothing_is_swapped_out_after_a_cache_loss(engine):
-    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,), num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
     engine.scheduler.apply(lost(num_swap_blocks=(20,)))
@@ -298,7 +302,7 @@ def test_nothing_is_swapped_out_after_a_cache_loss(engine):
 
 
 def test_a_swap_out_planned_before_the_loss_is_reported_fails(engine):
-    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,), num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
     assert engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)

@@ -54,7 +54,7 @@ class FaultyWorker(FakeWorker):
         self.incarnation += 1
         self.num_cache_losses = self.next_job_id = 0
         self.num_host_chunks, self.num_host_states = num_host_chunks, num_host_states
-        self.in_flight, self.lost_slots, self.lost_states, self.host = [], [], [], {}
+        self.in_flight, self.lost_slots, self.host = [], [], {}
         self.hbm = dict.fromkeys(self.hbm, POISON)
 
     def lose_caches(self) -> list[JobResult]:
@@ -66,16 +66,12 @@ class FaultyWorker(FakeWorker):
         return [JobResult(job_id=job.job_id, state=JobState.CANCELLED) for job, _ in loads]
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
-        lost, self.lost_slots = tuple(self.lost_slots), []
-        lost_states, self.lost_states = tuple(self.lost_states), []
         oldest = 0 if self.keeps_results else min((job.job_id for job, _ in self.in_flight), default=self.next_job_id)
         return StepReport(
             worker_id=self.worker_id,
             results=tuple(results or ()),
-            num_host_chunks=self.num_host_chunks,
-            num_host_states=self.num_host_states,
-            lost_slots=lost,
-            lost_states=lost_states,
+            num_host_slots=self.num_host_slots,
+            lost_slots=self.take_lost(),
             incarnation=self.incarnation,
             num_cache_losses=self.num_cache_losses,
             oldest_job_id=oldest,

@@ -300,7 +300,7 @@ def test_lost_reports_delay_no_other_request():
     """All but the swapped-out request are cancelled; a new one is served before the copy times out."""
     engine, victim = engine_with_one_out()
     engine._offload._worker.poll = lambda *, wait=False, wait_s=1.0: StepReport(
-        worker_id=0, results=(), num_host_chunks=0
+        worker_id=0, results=(), num_host_slots=(0,)
     )
     engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
     engine.add_request(make_request("new", random_tokens(77, 5), max_tokens=3))

@@ -45,12 +45,12 @@ class Engine:
         )
         self.scheduler = OffloadScheduler(config, LAYOUT, policy=policy)
         self.num_chunks = num_chunks
-        self.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_chunks))
+        self.scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(num_chunks,)))
 
     def step(self, *scheduled):
         plan = self.scheduler.plan_step(scheduled)
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
-        self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
+        self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_slots=(self.num_chunks,)))
 
     def settle(self):
         while self.scheduler.has_jobs or any(tier.records.to_delete for tier in self.scheduler._storage.tiers):

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.index import Pool, PoolBalance, PoolMove
+from tpu_offload.core.index import PoolBalance, PoolMove
+from tpu_offload.types import Pool
 
 
 @final
@@ -36,8 +37,13 @@ class DrawnBalance(PoolBalance):
         if self.is_even:
             if abs(num_segments[0] - num_segments[1]) < 2:
                 return None
-            return PoolMove(Pool.CHUNKS if num_segments[0] < num_segments[1] else Pool.STATES, 1)
+            return _move(Pool.CHUNKS if num_segments[0] < num_segments[1] else Pool.STATES)
         wanted, self.wanted = self.wanted, None
         if wanted is not None:
-            return PoolMove(wanted, 1) if num_segments[wanted.other] > 1 else None
+            move = _move(wanted)
+            return move if num_segments[move.giver] > 1 else None
         return self._rule.choose(now=now, num_segments=num_segments, num_free=num_free)
+
+
+def _move(taker: Pool) -> PoolMove:
+    return PoolMove(taker, Pool(1 - taker), 1)

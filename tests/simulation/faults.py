@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 from tests.simulation.channel import Channel
 from tests.simulation.memory import mix
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
-from tpu_offload.core.index import Pool
+from tpu_offload.types import Pool
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

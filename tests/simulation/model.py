@@ -356,7 +356,7 @@ class Model:
             return
         if division.division_id != (before.division_id if before else 0) + 1:
             raise Violation(f"division {division.division_id} comes after {before}")
-        sizes = division.chunk_segments, division.state_segments
+        sizes = division.segments
         if min(sizes) < 1 or sum(sizes) > self.num_segments:
             raise Violation(f"the pools get {sizes} segments, of {self.num_segments}")
         self.counts["moves of memory"] += 1
@@ -466,16 +466,16 @@ class Model:
 
     def _kept(self, report: StepReport) -> tuple[int, int]:
         """The slots of a worker that the present division leaves to it."""
+        num_chunks, num_states = (*report.num_host_slots, 0)[:2]
         if self.division is None:
-            return report.num_host_chunks, report.num_host_states
-        sizes = self.division.chunk_segments, self.division.state_segments
-        chunks, states = (num * self.segment_slots for num in sizes)
-        return min(report.num_host_chunks, chunks), min(report.num_host_states, states)
+            return num_chunks, num_states
+        chunks, states = (num * self.segment_slots for num in self.division.segments)
+        return min(num_chunks, chunks), min(num_states, states)
 
     def _lost_in(self, report: StepReport) -> list[tuple[int, int]]:
         """Ranges of slots that a worker has lost, those of states among them."""
         before = self.places.num_slots
-        return [*report.lost_slots, *((before + first, before + end) for first, end in report.lost_states)]
+        return [(pool * before + first, pool * before + end) for pool, first, end in report.lost_slots]
 
     def _void_jobs(self) -> None:
         """Jobs in flight count as failed as a whole."""

@@ -203,8 +203,8 @@ MUTATIONS = (
     Mutation(
         "the host tier stays small after a restart with more memory than before",
         "HostPools.restart",
-        "self._num_slots[_1] = 0, 0",
-        "self._num_slots[_1] = report.num_host_chunks, report.num_host_states",
+        "self._num_slots[_1] = self._none",
+        "self._num_slots[_1] = report.num_host_slots",
     ),
     Mutation(
         "jobs of a restarted worker count as ended",
@@ -215,8 +215,8 @@ MUTATIONS = (
     Mutation(
         "a slot is used when the first worker has it",
         "HostPools._grow",
-        "zip(_1, *self._num_slots.values(), strict=True)",
-        "zip(_1, [max(nums) for nums in zip(*self._num_slots.values())], strict=True)",
+        "_smallest(_1, *self._num_slots.values())",
+        "_smallest(_1, tuple([max(nums) for nums in zip(*self._num_slots.values())]))",
     ),
     Mutation(
         "lost slots are ignored", "ReportHandler._mark_slots_lost", "self._transfers.mark_slots_lost(...)", "pass"
@@ -773,13 +773,16 @@ MUTATIONS = (
     ),
     # Moves of memory between chunks and states.
     Mutation(
-        "chunks are saved to slots that are being vacated", "SegmentMoves._begin", "self._index.shrink(...)", "pass"
+        "chunks are saved to slots that are being vacated",
+        "SegmentMoves._begin",
+        "self._index.shrink(...)",
+        "pool and self._index.shrink(pool, num_slots)",
     ),
     Mutation(
         "states are saved to slots that are being vacated",
         "SegmentMoves._begin",
-        "self._index.shrink_states(...)",
-        "pass",
+        "self._index.shrink(...)",
+        "pool or self._index.shrink(pool, num_slots)",
     ),
     Mutation("memory moves before its slots are vacated", "SegmentMoves._vacate", "all(...)", "True"),
     Mutation("memory of states moves when no chunk uses it", "SegmentMoves._vacate", "all(...)", "is_vacated[0]"),
@@ -834,7 +837,7 @@ MUTATIONS = (
         "while slots are vacated they grow again",
         "SegmentMoves.num_slots",
         "self._slots_of(...)",
-        "self._slots_of(*self._limits)",
+        "self._slots_of(self._limits)",
     ),
     Mutation("the last use of a lost chunk is kept", "ChunkIndex._remove", "self._ages.removed(...)", "pass"),
 )

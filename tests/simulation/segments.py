@@ -47,7 +47,7 @@ class SimSegments:
         """A plan has this division."""
         if division is not None and division.division_id > self.division_id:
             self.division_id = division.division_id
-            self.wanted = division.chunk_segments, division.state_segments
+            self.wanted = division.segments
 
     def advance(self, growth: int, step: int) -> None:
         """A step: frees and allocates."""

@@ -160,9 +160,10 @@ class SimWorker:
     def report(self) -> StepReport:
         """The report of the current step."""
         results, self.results = tuple(self.results), []
-        first_state, lost = self.max_slots, self.host.unreported
-        lost_slots = tuple((first, end) for first, end in lost if first < first_state)
-        lost_states = tuple((first - first_state, end - first_state) for first, end in lost if first >= first_state)
+        lost_slots = []
+        for first, end in self.host.unreported:
+            before = self.max_slots if first >= self.max_slots else 0
+            lost_slots.append((int(before > 0), first - before, end - before))
         self.host.unreported = []
         lost_swap = tuple((i, *span) for i, pool in enumerate(self.pools) for span in pool.unreported)
         for pool in self.pools:
@@ -172,12 +173,10 @@ class SimWorker:
         return StepReport(
             worker_id=self.worker_id,
             results=results,
-            num_host_chunks=self.host.num_ready,
-            num_host_states=self.num_states_ready,
+            num_host_slots=(self.host.num_ready, self.num_states_ready)[: 1 + (self.max_states > 0)],
             num_host_segments=self.segments.capacity if self.segments is not None else 0,
             division_id=self.segments.division_id if self.segments is not None else 0,
-            lost_slots=lost_slots,
-            lost_states=lost_states,
+            lost_slots=tuple(lost_slots),
             num_swap_blocks=tuple(pool.num_ready for pool in self.pools) if self.max_swap else (),
             lost_swap_blocks=lost_swap,
             oldest_job_id=oldest,

@@ -113,7 +113,7 @@ def test_a_copy_comes_late(path, fault, longest_s):
 
 def make_report(*job_ids):
     return StepReport(
-        worker_id=0, results=tuple(JobResult(job_id=job_id, state=FINISHED) for job_id in job_ids), num_host_chunks=5
+        worker_id=0, results=tuple(JobResult(job_id=job_id, state=FINISHED) for job_id in job_ids), num_host_slots=(5,)
     )
 
 

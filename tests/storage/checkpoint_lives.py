@@ -12,7 +12,7 @@ from tests.core.window_lives import RandomLife, run_many
 from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats
-from tpu_offload.types import BlockHash, ChunkKey
+from tpu_offload.types import BlockHash, ChunkKey, Pool
 
 _WAIT_S = 3.0
 
@@ -37,7 +37,8 @@ def attach(engine: WindowEngine) -> None:
     for worker in engine.workers:
         assert isinstance(worker, CheckpointWorker)
         worker.blocks_per_chunk = context.blocks_per_chunk
-        worker.first_state = context.first_state_slot
+        if context.has_states:
+            worker.first_state = context.config.first_slots(context.layout)[Pool.STATES]
         worker.num_parts = context.config.records_per_state(context.layout)
 
 

@@ -160,7 +160,7 @@ class HardLife(Life):
                 num_processes=1,
                 process_index=0,
                 shares_storage=(False,),
-                segment_chunks=settings["num_host_chunks"],
+                segment_slots=(settings["num_host_chunks"],),
                 save_path="direct",
                 load_path="direct",
             )

@@ -76,8 +76,8 @@ MUTATIONS = (
     Mutation(
         "promotions of each tier take half of the host tier",
         "StorageReads._max_slots",
-        "self._index.num_slots // (2 * self._num_tiers)",
-        "self._index.num_slots // 2",
+        "self._index.num_slots(_1) // (2 * self._num_tiers)",
+        "self._index.num_slots(_1) // 2",
     ),
     Mutation(
         "chunks that are being read take no memory",

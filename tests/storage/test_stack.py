@@ -296,7 +296,7 @@ def test_lost_host_memory_fails_the_copies_of_all_tiers():
 def setup_of(config, **fields):
     (expected,) = expected_setups(config, LAYOUT, 1)
     paths = {"save_path": "direct", "load_path": "direct"}
-    return WorkerSetup(num_processes=1, process_index=0, segment_chunks=4, **(paths | expected | fields))
+    return WorkerSetup(num_processes=1, process_index=0, segment_slots=(4,), **(paths | expected | fields))
 
 
 def test_a_worker_that_starts_lists_what_each_of_its_tiers_has():

@@ -200,7 +200,7 @@ class Engine(EngineBase):
 
     @property
     def segments(self):
-        return [self.pool.segment(i) for i in range(-(-self.pool.num_chunks_ready // self.tier.pools.segment_chunks))]
+        return [self.pool.segment(i) for i in range(-(-self.pool.num_chunks_ready // self.tier.pools.segment_slots[0]))]
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1

@@ -146,7 +146,7 @@ def test_a_lost_segment_is_reported_once_and_allocated_again():
     del engine.saver.save
     report = engine.worker.poll()
     assert [r.state for r in report.results] == [FAILED]
-    assert report.lost_slots == ((4, 8),)  # slots of the segment, as the scheduler counts them
+    assert report.lost_slots == ((0, 4, 8),)  # slots of the segment, as the scheduler counts them
     wait_until_rebuilt(engine.pool, 1)
     engine.host[8:16] = 0
     again = engine.save([1], [9])

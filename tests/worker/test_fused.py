@@ -108,7 +108,7 @@ def test_a_pass_that_fails_takes_the_segment_along():
     engine.worker.end_step(plan, engine.caches)
     report = engine.worker.poll()
     assert [result.state for result in report.results] == [FAILED]
-    assert report.lost_slots == ((0, 4),)
+    assert report.lost_slots == ((0, 0, 4),)
 
 
 def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch):

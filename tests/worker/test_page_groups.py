@@ -247,7 +247,7 @@ def test_what_one_page_group_has_lost_is_reported_once_and_lost():
     engine.step(engine.load([1], [7]))
     report = engine.worker.poll()  # a segment is lost when a job fails, so both are reported together
     assert [result.state for result in report.results] == [FAILED]
-    assert report.lost_slots == ((3, 6),)
+    assert report.lost_slots == ((0, 3, 6),)
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
@@ -321,14 +321,14 @@ def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch)
     promote = engine.move(JobKind.PROMOTE, (1, 7))
     engine.step(promote)
     states: dict[int, JobState] = {}
-    lost: list[tuple[int, int]] = []
+    lost: list[tuple[int, int, int]] = []
     while engine.worker.has_flights:
         report = engine.worker.poll(wait=True)
         states |= {result.job_id: result.state for result in report.results}
         lost += report.lost_slots
         engine.step()
     assert states == {promote.job_id: FAILED}
-    assert lost == [(6, 8)]
+    assert lost == [(0, 6, 8)]
     engine.worker.close()
 
 

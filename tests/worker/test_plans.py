@@ -251,7 +251,7 @@ def test_reports_say_how_a_worker_was_made_until_the_scheduler_knows():
     assert report.setup == engine.worker.poll().setup
     assert (report.setup.num_processes, report.setup.process_index) == (1, 0)
     assert (report.setup.save_path, report.setup.load_path) == ("staged", "direct")
-    assert (report.setup.blocks_per_chunk, report.setup.staging_blocks, report.setup.segment_chunks) == (2, 6, 4)
+    assert (report.setup.blocks_per_chunk, report.setup.staging_blocks, report.setup.segment_slots) == (2, 6, (4,))
     assert report.setup.fingerprint == engine.layout.fingerprint().hex()
     do(engine, plan_of(engine, cache_epochs=((0, 0),) * 4))
     assert engine.worker.poll().setup is not None

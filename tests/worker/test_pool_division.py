@@ -33,7 +33,7 @@ def nbytes(worker: OffloadWorker) -> int:
 
 
 def divide(worker: OffloadWorker, number: int, chunks: int, states: int) -> None:
-    division = HostDivision(division_id=number, chunk_segments=chunks, state_segments=states)
+    division = HostDivision(division_id=number, segments=(chunks, states))
     worker.begin_step(StepPlan(step_id=10**6 + number, division=division), [])
 
 
@@ -44,7 +44,8 @@ def settle(worker: OffloadWorker, most: int) -> tuple[int, int]:
         worker.wait_until_allocated()
         assert nbytes(worker) <= most
     report = worker.poll()
-    return report.num_host_chunks, report.num_host_states
+    num_chunks, num_states = report.num_host_slots
+    return num_chunks, num_states
 
 
 def test_both_pools_together_never_have_more_memory() -> None:
@@ -77,13 +78,14 @@ def test_a_freed_segment_is_freed_and_the_others_keep_their_bytes() -> None:
 def test_an_older_division_is_ignored() -> None:
     _, worker = engine_and_worker()
     divide(worker, 5, 10, 20)
-    worker.begin_step(
-        StepPlan(step_id=10**7, division=HostDivision(division_id=4, chunk_segments=20, state_segments=10)), []
-    )
+    worker.begin_step(StepPlan(step_id=10**7, division=HostDivision(division_id=4, segments=(20, 10))), [])
     assert settle(worker, 30 * 2048) == (20, 100)
 
 
-@pytest.mark.parametrize("division", ["x", HostDivision(division_id=1, chunk_segments=0, state_segments=30)])
+@pytest.mark.parametrize(
+    "division",
+    ["x", *[HostDivision(division_id=1, segments=segments) for segments in ((0, 30), (30,), (9, 9, 9), (-1, 30))]],
+)
 def test_a_division_that_is_none_is_ignored(division: Any) -> None:
     _, worker = engine_and_worker()
     worker.begin_step(StepPlan(step_id=10**6, division=division), [])
@@ -152,9 +154,9 @@ def test_allocation_that_a_division_cut_goes_on_after_the_next_one() -> None:
         return HostPool([copies], limit, 8), arena
 
     (chunks, chunk_arena), (states, state_arena) = pool(2), pool(8)
-    division = PoolDivision(chunks, states, num_segments=16)
+    division = PoolDivision((chunks, states), num_segments=16)
     for number, num_segments in ((1, 6), (2, 8)):
-        division.begin(HostDivision(division_id=number, chunk_segments=num_segments, state_segments=8))
+        division.begin(HostDivision(division_id=number, segments=(num_segments, 8)))
         division.advance()
         chunk_arena.step()
     for _ in range(20):

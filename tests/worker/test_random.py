@@ -201,7 +201,7 @@ class Life:
                 self.unknown_blocks.discard(block_id)
 
     def take(self, report: StepReport) -> None:
-        for first, end in report.lost_slots:
+        for _, first, end in report.lost_slots:
             places = range(first * BLOCKS_PER_CHUNK, end * BLOCKS_PER_CHUNK)
             self.unknown_places.update(places)
             for copy in self.live.values():

@@ -35,7 +35,7 @@ def save(job_id, *, block=0):
 
 def finished(*job_ids, oldest=0):
     results = tuple(JobResult(job_id=job_id, state=JobState.FINISHED) for job_id in job_ids)
-    return StepReport(worker_id=0, results=results, num_host_chunks=9, lost_slots=((0, 2),), oldest_job_id=oldest)
+    return StepReport(worker_id=0, results=results, num_host_slots=(9,), lost_slots=((0, 0, 2),), oldest_job_id=oldest)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_jobs_of_equal_ids_are_told_apart():
     reports = ranks.split(finished(3, 1, oldest=2))
     assert [[result.job_id for result in report.results] for report in reports] == [[1], [], [1]]
     assert [report.oldest_job_id for report in reports] == [2, 0, 2]
-    assert {report.lost_slots for report in reports} == {((0, 2),)}
+    assert {report.lost_slots for report in reports} == {((0, 0, 2),)}
 
 
 def test_cancellations_and_jobs_that_were_never_begun():

@@ -463,13 +463,13 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     promote = engine.promote((1, 1))
     engine.step(loads=[promote])
     results: dict[int, JobState] = {}
-    lost: list[tuple[int, int]] = []
+    lost: list[tuple[int, int, int]] = []
     while engine.worker.has_flights:
         report = engine.worker.poll(wait=True)
         results |= {result.job_id: result.state for result in report.results}
         lost += report.lost_slots
     assert results == {promote.job_id: FAILED}
-    assert lost == [(0, 4)]
+    assert lost == [(0, 0, 4)]
     copier.write = real
     wait_until_rebuilt(engine.pool, 0)
     again = engine.promote((1, 1))

@@ -102,7 +102,7 @@ class StateEngine(EngineBase):
 
     @property
     def memories(self):
-        return self.worker._tier.pools.memories() + self.worker._tier.pools.state_memories()
+        return [memory for of_pool in self.worker._tier.pools.memories() for memory in of_pool]
 
     def host(self):
         """Per page group, the bytes of its memory, in slots: of chunks blocks together, of states rows."""
@@ -115,7 +115,7 @@ class StateEngine(EngineBase):
 
     def places(self, slot):
         """Per page group, the index of a slot in `host`; None if it is of another pool."""
-        is_state, num = slot >= self.first_state, len(self.worker._tier.pools.memories())
+        is_state, num = slot >= self.first_state, len(self.worker._tier.pools.memories()[0])
         return [
             (slot - self.first_state if is_state else slot) if (i >= num) == is_state else None
             for i in range(len(self.memories))
@@ -366,7 +366,7 @@ def test_slots_in_which_nothing_is_are_not_written():
 def test_a_state_that_was_lost_in_one_of_its_arrays_is_not_written(group):
     engine = StateEngine()
     engine.fill([0, engine.state(1)])
-    engine.worker._tier.pools.state_memories()[group].lost[0, 1] = True
+    engine.worker._tier.pools.memories()[1][group].lost[0, 1] = True
     engine.run(engine.cascade((state(1), engine.state(1))), FAILED)
     assert engine.disk.values == {}
 
@@ -390,7 +390,7 @@ def test_a_slot_of_neither_pool_fails_its_job():
     engine = StateEngine()
     chunks, states = (pool.slots for pool in engine.worker._storage._pools[0])
     assert chunks.start == 0 < chunks.stop < states.start == engine.first_state < states.stop
-    assert engine.first_state == engine.worker.poll().setup.segment_chunks * (NUM_SEGMENTS - 1), "one is for states"
+    assert engine.first_state == engine.worker.poll().setup.segment_slots[0] * (NUM_SEGMENTS - 1), "one is for states"
     for slot in (-1, chunks.stop, states.start - 1, states.stop):
         result = engine.run(engine.promote((chunk(1), 0), (state(1), slot)), FAILED)
         assert result.error == (
@@ -399,7 +399,7 @@ def test_a_slot_of_neither_pool_fails_its_job():
 
 
 def divide(engine, number, chunks, states):
-    engine.step(division=HostDivision(division_id=number, chunk_segments=chunks, state_segments=states))
+    engine.step(division=HostDivision(division_id=number, segments=(chunks, states)))
     for _ in range(3):
         engine.worker.poll()
         engine.worker.wait_until_allocated()

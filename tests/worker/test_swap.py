@@ -326,7 +326,7 @@ def test_the_pool_takes_what_the_host_tier_leaves(caplog):
     worker = OffloadWorker(config, layout, caches, available=18 * nbytes)
     worker.wait_until_allocated()
     report = worker.poll()
-    assert (report.num_host_chunks, report.num_swap_blocks) == (10, (4,))  # half of 18 - 10
+    assert (report.num_host_slots, report.num_swap_blocks) == ((10,), (4,))  # half of 18 - 10
     assert caplog.text.count("the swap pool is cut") == 1
     worker.close()
 

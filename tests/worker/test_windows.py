@@ -225,16 +225,17 @@ def test_memory_that_one_pool_cannot_have_is_no_limit_of_the_other(failing, monk
     report = worker.worker.poll()
     whole = worker.worker.num_host_chunks, worker.worker.num_host_states
     if failing == "chunks":
-        assert (report.num_host_chunks, report.num_host_states) == (8, whole[1])
+        assert report.num_host_slots == (8, whole[1])
     else:  # two page groups, whose threads take turns
-        assert report.num_host_chunks == whole[0]
-        assert report.num_host_states <= 10
+        num_chunks, num_states = report.num_host_slots
+        assert num_chunks == whole[0]
+        assert num_states <= 10
 
 
 def test_a_setup_without_states_has_no_segments_of_them() -> None:
     worker: Any = real_engine("direct").workers[0]
     setup = worker.worker.poll().setup
-    assert (setup.segment_chunks > 0, setup.segment_states) == (True, 0)
+    assert [num > 0 for num in setup.segment_slots] == [True]
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -254,7 +255,7 @@ def test_lost_memory_of_states_is_reported_as_such(number, monkeypatch) -> None:
     assert [result.error for result in report.results] == [
         "segment 1 of host_tier was lost, or never written: host block 7 is empty"
     ]
-    assert (report.lost_slots, report.lost_states) == ((), ((5, 10),))
+    assert report.lost_slots == ((1, 5, 10),)
     engine.scheduler.apply(report)
     for i in range(5):
         assert engine.serve(f"b{i}", tokens(6, start=100 * i)) == 4

@@ -144,14 +144,14 @@ def test_report_counts_chunks_as_they_become_ready(monkeypatch):
     monkeypatch.setattr(host_arena, "pinned_zeros", lambda s: go_on.wait(10) and real(s))
     engine = Engine(wait=False)
     assert engine.worker.num_host_chunks == NUM_CHUNKS
-    assert engine.worker.poll().num_host_chunks == 0
+    assert engine.worker.poll().num_host_slots == (0,)
     engine.step(saves=[engine.save([0], [0])])
     (result,) = engine.worker.poll().results
     assert result.state is FAILED
     assert "host block ids 0 to 0" in result.error
     go_on.set()
     engine.pool.wait_until_allocated()
-    assert engine.worker.poll().num_host_chunks == NUM_CHUNKS
+    assert engine.worker.poll().num_host_slots == (NUM_CHUNKS,)
     engine.worker.close()
 
 
@@ -174,7 +174,7 @@ def test_offloading_that_is_off_does_nothing(setting):
     caches = engine.caches
     assert engine.worker.begin_step(IDLE, caches) is caches
     engine.worker.end_step(IDLE, caches)
-    assert engine.worker.poll(wait=True).num_host_chunks == 0
+    assert engine.worker.poll(wait=True).num_host_slots == (0,)
     engine.step(saves=[engine.save([0], [0])])
     (result,) = engine.worker.poll().results
     assert (result.state, "offloading is off" in result.error) == (FAILED, True)

@@ -6,6 +6,7 @@ block. 1 GB is 2**30 bytes, as in tpu-inference.
 
 import decimal
 import difflib
+import itertools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ from tpu_offload.config.storage_tiers import (
 )
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, Pool
 
 _logger = logging.getLogger(__name__)
 
@@ -556,19 +557,34 @@ class OffloadConfig(pydantic.BaseModel):
         Raises:
           ConfigError: it is smaller than one chunk, or with states than two segments.
         """
-        segments = self.host_segments(layout)
+        return self.host_slots(layout)[Pool.CHUNKS]
+
+    def host_states(self, layout: KVLayout) -> int:
+        """Likewise, the most rows of states; 0 for a layout without them."""
+        return sum(self.host_slots(layout)[Pool.STATES :])
+
+    def num_pools(self, layout: KVLayout) -> int:
+        """Pools of the host tier, see `Pool`."""
+        return len(Pool) if self.enabled and layout.state_group is not None else 1
+
+    def host_slots(self, layout: KVLayout) -> tuple[int, ...]:
+        """By pool, the most slots that it can have, before the host tier is capped by the available memory.
+
+        Raises:
+          ConfigError: the host tier is smaller than one chunk, or with states than two segments.
+        """
+        segments = self.host_segments(layout) if self.num_pools(layout) > 1 else None
         if segments is not None:
-            return segments.max_chunks
+            return segments.max_slots
         chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
         num_chunks = self._host_nbytes(layout) // chunk_nbytes
         if num_chunks < 1 and self.enabled:
             raise self._too_small("one chunk", chunk_nbytes)
-        return num_chunks
+        return (num_chunks,)
 
-    def host_states(self, layout: KVLayout) -> int:
-        """Likewise, the most rows of states; 0 for a layout without them."""
-        segments = self.host_segments(layout)
-        return segments.max_states if segments is not None else 0
+    def first_slots(self, layout: KVLayout) -> tuple[int, ...]:
+        """By pool, the number of its first slot: those of all pools before it are smaller."""
+        return tuple(itertools.accumulate(self.host_slots(layout)[:-1], initial=0))
 
     def host_segments(self, layout: KVLayout) -> HostSegments | None:
         """The segments of the host tier that move between chunks and states; None for a layout without states.
@@ -580,8 +596,10 @@ class OffloadConfig(pydantic.BaseModel):
             return None
         segments = HostSegments.plan(
             self._host_nbytes(layout),
-            chunk_nbytes=layout.block_nbytes_per_host * self.blocks_per_chunk,
-            row_nbytes=layout.group_nbytes_per_host(layout.state_group),
+            slot_nbytes=(
+                layout.block_nbytes_per_host * self.blocks_per_chunk,
+                layout.group_nbytes_per_host(layout.state_group),
+            ),
             segment_nbytes=int(self.host_segment_gb * _GB),
         )
         if segments.num_segments < 2 and self.enabled:

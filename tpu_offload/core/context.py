@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
@@ -95,13 +94,12 @@ class TierContext:
         segments = config.host_segments(layout) if config.enabled else None
         balance = None
         if segments is not None:
-            slots = segments.segment_chunks, segments.segment_states
-            balance = PoolBalance(slots, unit=segments.move_unit, chunks_by_age=policy().evicts_by_age)
+            balance = PoolBalance(segments.segment_slots, unit=segments.move_unit, chunks_by_age=policy().evicts_by_age)
         index = ChunkIndex(
             PriorityPolicy(policy),
             record=record_events,
             window_chunks=window_chunks,
-            first_state=segments.max_chunks if segments is not None else None,
+            first_slots=config.first_slots(layout) if segments is not None else (0,),
             balance=balance,
         )
         swap_pool = SwapPool(num_groups=len(layout.groups))
@@ -161,9 +159,9 @@ class TierContext:
         return tuple([group for group in self.groups if isinstance(group, CheckpointGroup)])
 
     @property
-    def first_state_slot(self) -> int:
-        """The lowest slot of a state: slots of chunks have smaller numbers. Its place in the pool of states is 0."""
-        return self.config.host_chunks(self.layout) if self.has_states else sys.maxsize
+    def num_pools(self) -> int:
+        """Pools of the host tier."""
+        return self.config.num_pools(self.layout)
 
     @property
     def blocks_per_chunk(self) -> int:

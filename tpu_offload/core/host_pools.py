@@ -1,4 +1,4 @@
-"""The host tier's memory as the scheduler sees it: slots that every worker has, and its division into two pools.
+"""The host tier's memory as the scheduler sees it: slots that every worker has, and its division into pools.
 
 Without states there is one pool, whose slots the workers allocate after start. With states there are two, and segments
 of memory move between them (`core.index.pool_balance` decides when). A move:
@@ -14,22 +14,23 @@ the pools are cut to what every worker can have, in the same way, and raised aga
 """
 
 import logging
+import operator
 from collections.abc import Callable
 from typing import final
 
 from tpu_offload.config import HostSegments
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import Pool, PoolBalance
+from tpu_offload.core.index import PoolBalance
 from tpu_offload.core.save_policy import SavePolicy
-from tpu_offload.types import HostDivision, StepReport
+from tpu_offload.types import HostDivision, Pool, StepReport
 
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
 _MAX_TIMEOUTS = 2.0
 
-type _Sizes = tuple[int, int]
-"""Segments, or slots, of the pools of chunks and of states."""
+type _Sizes = tuple[int, ...]
+"""Segments, or slots, by pool."""
 
 
 @final
@@ -47,8 +48,10 @@ class HostPools:
         self._index = context.index
         self._counts = context.counts
         self._save_policy = save_policy
-        self._max_slots = config.host_chunks(layout), config.host_states(layout)
-        self._num_slots: dict[int, _Sizes] = dict.fromkeys(range(num_workers), (0, 0))
+        self._max_slots = config.host_slots(layout)
+        self._first_slots = config.first_slots(layout)
+        self._none: _Sizes = (0,) * context.num_pools
+        self._num_slots: dict[int, _Sizes] = dict.fromkeys(range(num_workers), self._none)
         segments = config.host_segments(layout) if context.has_states else None
         self._moves: SegmentMoves | None = None
         # Data-parallel ranks share one worker, and each of their schedulers would divide its memory; pipeline stages
@@ -65,14 +68,14 @@ class HostPools:
             )
 
     @property
-    def first_state(self) -> int:
-        """The lowest slot of a state."""
-        return self._max_slots[Pool.CHUNKS]
-
-    @property
     def end_slot(self) -> int:
-        """After the last slot of chunks and of states."""
+        """After the last slot of all pools."""
         return sum(self._max_slots)
+
+    def slots_of(self, pool: int, first: int, end: int) -> range:
+        """The slots of a pool that workers count from `first` to `end - 1`; those that it cannot have are left out."""
+        most, before = self._max_slots[pool], self._first_slots[pool]
+        return range(before + min(first, most), before + min(end, most))
 
     def plan(self, now_s: float) -> HostDivision | None:
         """Continues or begins a move; returns the division for the coming plan. O(1) while nothing is vacated."""
@@ -83,33 +86,37 @@ class HostPools:
         if self._moves is not None and not self._moves.accepts(report):
             return
         known = self._num_slots[report.worker_id]
-        reported = report.num_host_chunks, report.num_host_states
+        reported = report.num_host_slots
         if self._moves is not None:
             reported = self._moves.within_limits(reported)
-        if reported[0] > known[0] or reported[1] > known[1]:
-            self._num_slots[report.worker_id] = max(known[0], reported[0]), max(known[1], reported[1])
+        if reported == known:  # nearly always
+            return
+        largest = tuple(map(max, known, reported))
+        if largest != known:
+            self._num_slots[report.worker_id] = largest
             self._grow()
             if self._moves is not None:
                 self._moves.reconsider()
 
     def restart(self, report: StepReport) -> None:
         """A worker has restarted; `apply` follows with what it has."""
-        self._num_slots[report.worker_id] = 0, 0
-        reported = report.num_host_chunks, report.num_host_states
+        self._num_slots[report.worker_id] = self._none
+        reported = report.num_host_slots
         if self._moves is not None and not self._moves.accepts(report):
-            reported = 0, 0
-        self._index.shrink(reported[Pool.CHUNKS])
-        self._index.shrink_states(reported[Pool.STATES])
+            reported = self._none
+        for pool, num_slots in enumerate(reported):
+            self._index.shrink(pool, num_slots)
 
     def _grow(self) -> None:
         """Raises the slots of the index to what every worker has and the division allows."""
-        sizes = [min(counts) for counts in zip(self._max_slots, *self._num_slots.values(), strict=True)]
+        num_before = self._index.num_slots(Pool.CHUNKS)
+        sizes = _smallest(self._max_slots, *self._num_slots.values())
         if self._moves is not None:
-            sizes = [min(sizes) for sizes in zip(sizes, self._moves.num_slots, strict=True)]
-        if sizes[Pool.CHUNKS] > self._index.num_slots:
-            self._index.grow(sizes[Pool.CHUNKS])
-            self._save_policy.resize(self._index.num_slots)
-        self._index.grow_states(sizes[Pool.STATES])
+            sizes = _smallest(sizes, self._moves.num_slots)
+        for pool, num_slots in enumerate(sizes):
+            self._index.grow(pool, num_slots)
+        if sizes[Pool.CHUNKS] > num_before:
+            self._save_policy.resize(sizes[Pool.CHUNKS])
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the index uses slots only that every worker has. For tests."""
@@ -145,24 +152,22 @@ class SegmentMoves:
         self._counts = context.counts
         self._balance = balance
         self._segments = segments
-        self._segment_slots = segments.segment_chunks, segments.segment_states
         self._known = num_slots
         self._on_change = on_change
         self._patience_s = _MAX_TIMEOUTS * context.config.job_timeout_s
         self._capacity = dict.fromkeys(range(num_workers), segments.num_segments)
-        self._limits: _Sizes = segments.divide(segments.num_segments, context.config.state_share)  # in plans
+        self._limits: _Sizes = segments.divide(segments.num_segments, (context.config.state_share,))  # in plans
         self._goal = self._limits  # differs from the limits while slots are vacated
         self._id = 0
         self._division: HostDivision | None = None
-        self._seen: tuple[tuple[int, ...], int] | None = (
-            None  # what a decision depends on, when a move was last considered
-        )
+        # What a decision depends on, when a move was last considered.
+        self._seen: tuple[tuple[int, list[int]], int] | None = None
         self._gives_up_at_s: float | None = None
 
     @property
     def num_slots(self) -> _Sizes:
         """Most slots that the index may use."""
-        return self._slots_of(min(self._limits[0], self._goal[0]), min(self._limits[1], self._goal[1]))
+        return self._slots_of(_smallest(self._limits, self._goal))
 
     def accepts(self, report: StepReport) -> bool:
         """Notes how many segments a worker can have; whether its slots are those of the present division."""
@@ -177,8 +182,7 @@ class SegmentMoves:
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:
         """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
-        chunks, states = self._slots_of(*self._limits)
-        return min(num_slots[0], chunks), min(num_slots[1], states)
+        return _smallest(num_slots, self._slots_of(self._limits))
 
     def plan(self, now_s: float) -> HostDivision | None:
         """Continues or begins a move; returns the division for the coming plan, None for the first one."""
@@ -195,38 +199,37 @@ class SegmentMoves:
     def _consider(self, now_s: float) -> None:
         """Begins a move: to what the workers can have, or as the rule wants it."""
         if sum(self._limits) != (capacity := min(self._capacity.values())) and capacity > 1:
-            share = self._limits[Pool.STATES] / sum(self._limits)
-            self._begin(self._segments.divide(capacity, share), gives_up_at_s=None)
+            shares = [num_segments / sum(self._limits) for num_segments in self._limits[1:]]
+            self._begin(self._segments.divide(capacity, shares), gives_up_at_s=None)
         elif self._is_settled():
             self._move(now_s)
 
     def _is_settled(self) -> bool:
         """Whether every worker has all segments of the present division."""
-        chunks, states = self._slots_of(*self._limits)
-        return all(known[0] >= chunks and known[1] >= states for known in self._known.values())
+        needed = self._slots_of(self._limits)
+        return all(_smallest(known, needed) == needed for known in self._known.values())
 
     def _move(self, now_s: float) -> None:
         """Begins a move if the rule wants one."""
-        index = self._index
-        num_free = index.num_free_slots, index.num_free_state_slots
-        move = self._balance.choose(now=index.num_requests, num_segments=self._limits, num_free=num_free)
+        now, num_free = self._index.use_counts()
+        move = self._balance.choose(now=now, num_segments=self._limits, num_free=num_free)
         if move is None:
             return
-        size = move.num_segments if move.taker is Pool.CHUNKS else -move.num_segments
-        self._begin((self._limits[0] + size, self._limits[1] - size), gives_up_at_s=now_s + self._patience_s)
+        goal = [*self._limits]
+        goal[move.taker] += move.num_segments
+        goal[move.giver] -= move.num_segments
+        self._begin(tuple(goal), gives_up_at_s=now_s + self._patience_s)
 
     def _begin(self, goal: _Sizes, *, gives_up_at_s: float | None) -> None:
         self._goal, self._gives_up_at_s = goal, gives_up_at_s
-        chunks, states = self.num_slots
-        self._index.shrink(chunks)
-        self._index.shrink_states(states)
+        for pool, num_slots in enumerate(self.num_slots):
+            self._index.shrink(pool, num_slots)
 
     def _vacate(self, now_s: float) -> None:
         """Vacates the slots of the segments that move; at last changes the division."""
-        goal = self._slots_of(*self._goal)
+        sizes = zip(self._limits, self._goal, self._slots_of(self._goal), strict=True)
         is_vacated = [
-            self._goal[Pool.CHUNKS] >= self._limits[Pool.CHUNKS] or self._index.vacate(goal[Pool.CHUNKS]),
-            self._goal[Pool.STATES] >= self._limits[Pool.STATES] or self._index.vacate_states(goal[Pool.STATES]),
+            new >= old or self._index.vacate(pool, num_slots) for pool, (old, new, num_slots) in enumerate(sizes)
         ]
         if all(is_vacated):
             self._change()
@@ -234,7 +237,7 @@ class SegmentMoves:
             _logger.info(
                 "gave up moving %d segments of the host tier: some of their slots stayed in use for %g s; a later move "
                 "may succeed",
-                sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True)),
+                self._num_moving(),
                 self._patience_s,
             )
             self._goal = self._limits
@@ -242,34 +245,38 @@ class SegmentMoves:
             self._on_change()
             self._balance.restart(self._index.num_requests)
 
+    def _num_moving(self) -> int:
+        """The segments that pools give."""
+        return sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
+
     def _change(self) -> None:
-        moved = sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
+        moved = self._num_moving()
         self._limits = self._goal
         self._id += 1
-        self._division = HostDivision(
-            division_id=self._id, chunk_segments=self._limits[Pool.CHUNKS], state_segments=self._limits[Pool.STATES]
-        )
+        self._division = HostDivision(division_id=self._id, segments=self._limits)
         self.reconsider()
         self._balance.restart(self._index.num_requests)
         self._counts.num_moved_segments += moved
-        chunks, states = self._slots_of(*self._limits)
         for worker_id, known in self._known.items():
             self._known[worker_id] = self.within_limits(known)
         _logger.info(
             "%d segments of the host tier moved; it has memory for %d chunks and %d states now (%d and %d segments of "
             "%.3g GB)",
-            moved, chunks, states, *self._limits, self._segments.segment_nbytes / _GB,
+            moved, *self._slots_of(self._limits), *self._limits, self._segments.segment_nbytes / _GB,
         )  # fmt: skip
 
-    def _slots_of(self, chunk_segments: int, state_segments: int) -> _Sizes:
-        return chunk_segments * self._segment_slots[0], state_segments * self._segment_slots[1]
+    def _slots_of(self, num_segments: _Sizes) -> _Sizes:
+        return tuple(map(operator.mul, num_segments, self._segments.segment_slots))
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the index uses slots only that every worker has. For tests."""
-        chunks, states = self.num_slots
-        index = self._index
-        assert index.num_slots <= min(chunks, *(known[0] for known in self._known.values()))
-        assert index.num_state_slots <= min(states, *(known[1] for known in self._known.values()))
+        for pool, most in enumerate(_smallest(self.num_slots, *self._known.values())):
+            assert self._index.num_slots(pool) <= most
         assert min(*self._limits, *self._goal) > 0, "a pool without a segment"
         assert sum(self._limits) <= self._segments.num_segments
         assert sum(self._goal) <= self._segments.num_segments
+
+
+def _smallest(*sizes: _Sizes) -> _Sizes:
+    """By pool, the smallest of these."""
+    return tuple(map(min, *sizes))

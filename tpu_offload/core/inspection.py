@@ -18,7 +18,7 @@ from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.piece_keys import PieceKey, chunk_of, group_of
-from tpu_offload.types import BlockHash, ChunkKey, Direction
+from tpu_offload.types import BlockHash, ChunkKey, Direction, Pool
 
 _MAX_EVENT_CHUNKS = 10_000
 
@@ -69,12 +69,12 @@ def snapshot(
         staging_budget_blocks=buffer.num_blocks,
         staging_reserved_blocks=buffer.num_reserved,
         staging_peak_blocks=buffer.peak_num_reserved,
-        num_host_chunks=index.num_slots,
+        num_host_chunks=index.num_slots(Pool.CHUNKS),
         num_resident_chunks=len(index),
         num_evicted_chunks=index.num_evicted,
         num_checkpoints=index.num_checkpoints,
         num_window_chunks=index.num_window_chunks,
-        num_host_states=index.num_state_slots,
+        num_host_states=index.num_slots(Pool.STATES) if context.has_states else 0,
         num_states=index.num_states,
         num_evicted_checkpoints=index.num_evicted_checkpoints,
         num_jobs_in_flight=len(context.jobs) + len(queue),

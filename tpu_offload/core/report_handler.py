@@ -47,6 +47,7 @@ class ReportHandler:
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
+        self._num_pools = context.num_pools
         self._pools = pools
         self._max_swap_blocks = context.config.max_swap_blocks(context.layout)
         self._staging = context.staging
@@ -72,6 +73,7 @@ class ReportHandler:
         error = report_error(
             report,
             num_workers=len(self._workers),
+            num_pools=self._num_pools,
             num_groups=self._num_groups,
             max_swap_blocks=self._max_swap_blocks,
         )
@@ -108,10 +110,9 @@ class ReportHandler:
         self._pools.apply(report)
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
-        for first, end in report.lost_slots:
-            self._mark_slots_lost(first, end)
-        for first, end in report.lost_states:
-            self._mark_slots_lost(self._pools.first_state + first, self._pools.first_state + end)
+        for pool, first, end in report.lost_slots:
+            slots = self._pools.slots_of(pool, first, end)
+            self._mark_slots_lost(slots.start, slots.stop)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
@@ -128,7 +129,7 @@ class ReportHandler:
             )
         self._check_cache_losses(report)
         self._transfers.flush_losses()
-        if not (report.results or report.lost_slots or report.lost_states or report.lost_swap_blocks):
+        if not (report.results or report.lost_slots or report.lost_swap_blocks):
             self._idempotent = report
 
     def _reject(self, error: str) -> None:

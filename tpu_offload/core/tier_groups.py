@@ -12,7 +12,7 @@ from tpu_offload.config import OffloadConfig
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.piece_keys import PieceKey, part_keys
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 class TierGroup:
@@ -163,5 +163,6 @@ def tier_groups(config: OffloadConfig, layout: KVLayout, window_chunks: Sequence
         else:
             assert group.kind is LayerGroupKind.STATE, f"a layer group of an unknown kind, {group.kind}"
             num_records = config.records_per_state(layout)
-            groups.append(State(group_id, first_slot=config.host_chunks(layout), num_records=num_records))
+            first_slot = config.first_slots(layout)[Pool.STATES]
+            groups.append(State(group_id, first_slot=first_slot, num_records=num_records))
     return tuple(groups)

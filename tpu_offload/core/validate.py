@@ -60,7 +60,7 @@ def _check_checkpoints(config: OffloadConfig) -> None:
         )
 
 
-def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
+def report_error(report: Any, *, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why a report is invalid, in one line; empty if it is valid.
 
     An unknown job is no error: reports may be late or duplicated.
@@ -68,13 +68,14 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blo
     Args:
       report: anything.
       num_workers: its worker id is below this.
+      num_pools: pools of the host tier.
       num_groups: the layout's layer groups.
       max_swap_blocks: blocks that the swap pool can have of one layer group.
     """
     if type(report) is not StepReport:
         return f"a report is a {type(report).__name__}; expected a StepReport"
     try:
-        return _report_error(report, num_workers=num_workers, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
+        return _report_error(report, num_workers, num_pools, num_groups, max_swap_blocks)
     except AttributeError as e:  # unpickled from something else
         return f"a report has no {e.name}"
 
@@ -91,10 +92,12 @@ def has_setup(report: Any) -> bool:
         return False
 
 
-def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
+def _report_error(report: StepReport, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
+    slots = report.num_host_slots
+    if type(slots) is not tuple or len(slots) != num_pools:
+        return f"slots of the host tier are {slots!r:.100}; expected a tuple with a count for each of {num_pools} pools"
     ids = report.worker_id, report.incarnation, report.num_cache_losses
-    memory = report.num_host_chunks, report.num_host_states, report.num_host_segments, report.division_id
-    numbers = (*ids, *memory, report.oldest_job_id)
+    numbers = (*ids, *slots, report.num_host_segments, report.division_id, report.oldest_job_id)
     if not _are_counts(numbers):
         return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
     if type(report.storage_job_ids) is not tuple or not _are_counts(report.storage_job_ids):
@@ -111,7 +114,7 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
         error = _result_error(result)
         if error:
             return error
-    return _memory_error(report, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
+    return _memory_error(report, num_pools=num_pools, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
 
 
 def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> Sequence[int]:
@@ -302,17 +305,15 @@ def _setup_error(setup: Any) -> str:
         setup.blocks_per_chunk,
         setup.staging_blocks,
         setup.max_load_blocks,
-        setup.segment_chunks,
-        setup.segment_states,
         setup.max_swap_blocks,
         setup.rival,
     )
     names = setup.fingerprint, setup.save_path, setup.load_path
-    buckets = setup.bucket_blocks
+    tuples = setup.bucket_blocks, setup.segment_slots
     if (
         not _are_counts(counts)
         or not all(type(name) is str for name in names)
-        or not (type(buckets) is tuple and _are_counts(buckets))
+        or not all(type(entries) is tuple and _are_counts(entries) for entries in tuples)
     ):
         return f"the setup of a worker is {setup!r:.200}; expected counts and names"
     return _storage_error(setup)
@@ -333,24 +334,27 @@ def _storage_error(setup: WorkerSetup) -> str:
     return ""
 
 
-def _memory_error(report: StepReport, *, num_groups: int, max_swap_blocks: int) -> str:
+def _memory_error(report: StepReport, *, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why the report's host memory fields are invalid; empty if they are valid."""
-    blocks, lost_blocks = report.num_swap_blocks, report.lost_swap_blocks
-    if (blocks, lost_blocks, report.lost_slots, report.lost_states) == ((), (), (), ()):  # nearly always
+    blocks, lost_blocks, lost_slots = report.num_swap_blocks, report.lost_swap_blocks, report.lost_slots
+    if (blocks, lost_blocks, lost_slots) == ((), (), ()):  # nearly always
         return ""
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
         return f"blocks of the swap pool are {blocks!r:.100}; expected a count for each of {num_groups} layer groups"
     if blocks and max(blocks) > max_swap_blocks:
         return f"blocks of the swap pool are {blocks!r:.100}; expected at most {max_swap_blocks}"
-    for name, lost in (("slots", report.lost_slots), ("states", report.lost_states)):
-        if type(lost) is not tuple or not all(type(r) is tuple and len(r) == 2 and _is_range(*r) for r in lost):
-            return f"lost {name} are {lost!r:.100}; expected ranges (first, end)"
-    if type(lost_blocks) is not tuple or not all(
-        type(r) is tuple and len(r) == 3 and _are_counts(r[:1]) and r[0] < num_groups and _is_range(*r[1:])
-        for r in lost_blocks
-    ):
+    if not _are_ranges(lost_slots, num_pools):
+        return f"lost slots are {lost_slots!r:.100}; expected ranges (pool, first, end) in {num_pools} pools"
+    if not _are_ranges(lost_blocks, num_groups):
         return f"lost swap blocks are {lost_blocks!r:.100}; expected ranges (group, first, end)"
     return ""
+
+
+def _are_ranges(lost: Any, num: int) -> bool:
+    """Whether these are ranges (number, first, end) with numbers below `num`."""
+    return type(lost) is tuple and all(
+        type(r) is tuple and len(r) == 3 and _are_counts(r[:1]) and r[0] < num and _is_range(*r[1:]) for r in lost
+    )
 
 
 def _are_counts(numbers: Iterable[Any]) -> bool:

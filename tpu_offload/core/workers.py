@@ -23,7 +23,7 @@ _SAME_ON_ALL_WORKERS = {
     "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
 }
 _SAME_IN_ONE_PROGRAM = {
-    "segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier",
+    "segment_slots": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier",
 }
 _SAME_AS_SCHEDULER = {
     "fingerprint": "the model and its KV caches, of which the scheduler's layout was made",
@@ -32,21 +32,20 @@ _SAME_AS_SCHEDULER = {
     "max_load_blocks": "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP",
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
-    "segment_states": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier (TPU_OFFLOAD_HOST_GB)",
+    "segment_slots": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier (TPU_OFFLOAD_HOST_GB)",
     "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and its sizes (TPU_OFFLOAD_NUM_STORAGE_CHUNKS or _STORAGE_GB)",
 }
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
 
 
 def expected_setups(config: OffloadConfig, layout: KVLayout, num_workers: int) -> tuple[dict[str, Any], ...]:
-    """Per worker, for each field in `_SAME_AS_SCHEDULER`, the value that its setup must have."""
+    """Per worker, for fields in `_SAME_AS_SCHEDULER` that settings decide, the value that its setup must have."""
     return tuple(_expected_setup(config, of_worker) for of_worker in layout.stages or (layout,) * num_workers)
 
 
 def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
     segments = config.host_segments(layout) if config.enabled else None
-    return {
-        "segment_states": segments.segment_states if segments is not None else 0,
+    expected: dict[str, Any] = {
         "fingerprint": layout.fingerprint().hex(),
         "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
         "staging_blocks": config.staging_blocks(layout) if config.enabled else 0,
@@ -55,6 +54,9 @@ def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
         "max_swap_blocks": config.max_swap_blocks(layout),
         "storage_chunks": config.storage_chunks(layout),
     }
+    if segments is not None:  # else the worker's free memory decides, too
+        expected["segment_slots"] = segments.segment_slots
+    return expected
 
 
 @final
@@ -143,7 +145,7 @@ class Workers:
     def _check_same(self, worker_id: int, setup: WorkerSetup) -> None:
         expected = self._expected[worker_id]
         for field, how in _SAME_AS_SCHEDULER.items():
-            if getattr(setup, field) != expected[field]:
+            if field in expected and getattr(setup, field) != expected[field]:
                 raise _mismatch(worker_id, setup, field, "the scheduler", expected[field], how)
         for other_id, other in self._setups.items():
             if other_id == worker_id:

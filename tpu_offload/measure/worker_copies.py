@@ -17,7 +17,7 @@ from tpu_offload.kernels import ArenaView, Copier
 from tpu_offload.layout import KVLayout
 from tpu_offload.measure.baselines import Caches
 from tpu_offload.measure.model_step import ModelStep
-from tpu_offload.types import CopyJob, CopyPart, Direction, JobKind, JobState, StepPlan
+from tpu_offload.types import CopyJob, CopyPart, Direction, JobKind, JobState, Pool, StepPlan
 from tpu_offload.worker import OffloadWorker
 
 _ALLOCATION_TIMEOUT_S = 60.0
@@ -99,7 +99,7 @@ class WorkerCopies:
         self.copiers: list[Copier] = []
         self.worker = OffloadWorker(config, layout, caches, fused=True, wrap_copier=self._note)
         give_up_s = time.monotonic() + _ALLOCATION_TIMEOUT_S
-        while (num_ready := self.worker.poll().num_host_chunks) < self.worker.num_host_chunks:
+        while (num_ready := self.worker.poll().num_host_slots[Pool.CHUNKS]) < self.worker.num_host_chunks:
             if time.monotonic() > give_up_s:
                 break
             time.sleep(0.001)

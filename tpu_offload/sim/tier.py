@@ -5,7 +5,7 @@ from typing import final
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import EvictionPolicy, Use
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 @final
@@ -20,7 +20,7 @@ class Tier:
 
     def __init__(self, policy: EvictionPolicy, *, num_chunks: int, record: bool = False) -> None:
         self._index = ChunkIndex(policy, record=record)
-        self._index.grow(num_chunks)
+        self._index.grow(Pool.CHUNKS, num_chunks)
         self._on_the_way: list[tuple[Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0
         self.num_promoted = 0

@@ -32,21 +32,21 @@ class PoolPlan:
     """The size of one host pool.
 
     Attributes:
-      num_chunks: most chunks, or rows of states.
+      num_slots: most slots.
       num_segments: segments that hold them.
-      segment_chunks: chunks, or rows, in each.
+      segment_slots: slots in each.
       first_segments: segments that it has at first.
     """
 
-    num_chunks: int = 0
+    num_slots: int = 0
     num_segments: int = 0
-    segment_chunks: int = 1
+    segment_slots: int = 1
     first_segments: int = 0
 
     @property
-    def first_chunks(self) -> int:
-        """Chunks, or rows, that it has at first."""
-        return min(self.num_chunks, self.first_segments * self.segment_chunks)
+    def num_first_slots(self) -> int:
+        """Slots that it has at first."""
+        return min(self.num_slots, self.first_segments * self.segment_slots)
 
 
 @final
@@ -55,16 +55,19 @@ class HostPlan:
     """The size of the host tier.
 
     Attributes:
-      chunks: of the pool of chunks; empty if there is no memory for it.
-      states: of the pool of states; empty without states.
-      num_segments: with states, segments of both pools together at any time; else 0.
+      pools: by pool; all are empty if there is no memory for them.
+      num_segments: with states, segments of all pools together at any time; else 0.
       nbytes: bytes of host memory in this process.
     """
 
-    chunks: PoolPlan = dataclasses.field(default_factory=PoolPlan)
-    states: PoolPlan = dataclasses.field(default_factory=PoolPlan)
+    pools: tuple[PoolPlan, ...]
     num_segments: int = 0
     nbytes: int = 0
+
+    @property
+    def num_first_slots(self) -> tuple[int, ...]:
+        """By pool, the slots that it has at first."""
+        return tuple([pool.num_first_slots for pool in self.pools])
 
 
 def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int) -> HostPlan:
@@ -76,8 +79,10 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
       kv_caches: only their sharding is read.
       available: free bytes of host memory.
     Returns:
-      Its pools; both are empty if there is no memory for one.
+      Its pools; all are empty if there is no memory for one, or the host tier is off.
     """
+    if not config.enabled:
+        return HostPlan((PoolPlan(),))
     fraction = config.host_memory_fraction
     segments = config.host_segments(layout)
     if segments is not None:
@@ -91,13 +96,14 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
                 "free host memory, raise TPU_OFFLOAD_HOST_MEMORY_FRACTION or lower TPU_OFFLOAD_HOST_SEGMENT_GB",
                 num_segments,
             )
-            return HostPlan()
-        pools = (segments.segment_chunks, segments.segment_states)
-        chunks, states = (
-            PoolPlan((num_segments - 1) * size, num_segments - 1, size, first)
-            for size, first in zip(pools, segments.divide(num_segments, config.state_share), strict=True)
-        )
-        return HostPlan(chunks, states, num_segments, num_segments * nbytes)
+            return HostPlan((PoolPlan(),) * len(segments.segment_slots))
+        segments = dataclasses.replace(segments, num_segments=num_segments)
+        first = segments.divide(num_segments, (config.state_share,))
+        pools = [
+            PoolPlan(num_slots, segments.max_segments, *of_segments)
+            for num_slots, *of_segments in zip(segments.max_slots, segments.segment_slots, first, strict=True)
+        ]
+        return HostPlan(tuple(pools), num_segments, num_segments * nbytes)
     wanted, chunk_nbytes = config.host_chunks(layout), layout.block_nbytes_per_host * config.blocks_per_chunk
     fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available)
     gb = config.host_segment_gb
@@ -106,7 +112,7 @@ def plan_host_pools(config: OffloadConfig, layout: KVLayout, kv_caches: Sequence
     else:
         num, size = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=gb)
     num_chunks = min(fitting, num * size)
-    return HostPlan(PoolPlan(num_chunks, num, size, num), nbytes=num_chunks * chunk_nbytes)
+    return HostPlan((PoolPlan(num_chunks, num, size, num),), nbytes=num_chunks * chunk_nbytes)
 
 
 def plan_swap_pool(
@@ -161,15 +167,15 @@ class HostMemory:
         arena = HostArena(
             spec.segment_structs(),
             num_segments=pool.first_segments,
-            chunks_per_segment=pool.segment_chunks,
-            num_chunks=pool.num_chunks,
+            chunks_per_segment=pool.segment_slots,
+            num_chunks=pool.num_slots,
             limit=limit,
         )
         return cls(
             spec,
             arena,
             pool.num_segments,
-            spec.segment_blocks // pool.segment_chunks,
+            spec.segment_blocks // pool.segment_slots,
             np.ones((spec.num_ranks, pool.num_segments * spec.segment_blocks), np.bool_),
         )
 

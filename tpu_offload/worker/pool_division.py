@@ -1,8 +1,8 @@
-"""Moves segments of host memory between the pool of chunks and the pool of states.
+"""Moves segments of host memory between the pools of the host tier.
 
 The scheduler decides how many segments each pool may have (`HostDivision`), and sees to it that nothing uses those that
-it takes away. This process sees to it that both pools together never have more segments than it was given: it frees
-the segments of one pool before it allocates any of the other.
+it takes away. This process sees to it that all pools together never have more segments than it was given: it frees the
+segments of one pool before it allocates any of another.
 """
 
 import dataclasses
@@ -74,15 +74,14 @@ class PoolDivision:
     """The pools of one process. All methods are called by the thread that dispatches the model.
 
     Args:
-      chunks: the pool of chunks.
-      states: the pool of states.
-      num_segments: what both may have together.
+      pools: by pool, its segments.
+      num_segments: what all may have together.
     """
 
-    def __init__(self, chunks: HostPool, states: HostPool, *, num_segments: int) -> None:
-        self._pools = chunks, states
+    def __init__(self, pools: Sequence[HostPool], *, num_segments: int) -> None:
+        self._pools = pools
         self._num_segments = num_segments
-        self._wanted = HostDivision(division_id=0, chunk_segments=chunks.num_allowed, state_segments=states.num_allowed)
+        self._wanted = HostDivision(division_id=0, segments=tuple([pool.num_allowed for pool in pools]))
 
     @property
     def division_id(self) -> int:
@@ -91,11 +90,11 @@ class PoolDivision:
 
     @property
     def num_segments(self) -> int:
-        """Segments that both pools can have together; less than at first once memory has run out."""
+        """Segments that all pools can have together; less than at first once memory has run out."""
         return self._num_segments
 
     def add_readers(self, readers: Sequence[GroupCopies]) -> None:
-        """Notes copies that read the memory of either pool, whose flights have to be waited for."""
+        """Notes copies that read the memory of a pool, whose flights have to be waited for."""
         for pool in self._pools:
             pool.readers = [reader for reader in readers if any(reader.memory is own.memory for own in pool.copies)]
 
@@ -106,7 +105,7 @@ class PoolDivision:
 
     def advance(self) -> None:
         """Frees and allocates what can be freed and allocated now. Does not wait."""
-        wanted = self._wanted.chunk_segments, self._wanted.state_segments
+        wanted = self._wanted.segments
         for pool, num_wanted in zip(self._pools, wanted, strict=True):
             if pool.num_allowed > num_wanted:
                 pool.try_lower(num_wanted)

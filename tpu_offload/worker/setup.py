@@ -61,6 +61,7 @@ def describe_setup(
     num_tiers = len(config.storage_tiers)
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
     segments = config.host_segments(layout) if config.enabled else None
+    segment_slots = segments.segment_slots if segments is not None else tier.pools.segment_slots if tier else ()
     paths = {direction: tier.pools.paths[direction].value if tier else "" for direction in Direction}
     return WorkerSetup(
         num_processes=len(processes),
@@ -69,8 +70,7 @@ def describe_setup(
         blocks_per_chunk=config.blocks_per_chunk if config.enabled else 0,
         staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
         max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
-        segment_chunks=tier.pools.segment_chunks if tier else 0,
-        segment_states=segments.segment_states if segments is not None else 0,
+        segment_slots=segment_slots,
         save_path=paths[Direction.SAVE],
         load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),

@@ -1,7 +1,7 @@
-"""The memory of the host tier in one process: its pools of chunks and of states, and a copier for each page group."""
+"""The memory of the host tier in one process: its pools, and a copier for each page group."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from tpu_offload.config import ENV_PREFIX, CopyPath, OffloadConfig
@@ -9,7 +9,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import Copier, DirectCopier, TransferSpec, choose_paths, direct_spec, make_copiers
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit, pinned_zeros
-from tpu_offload.types import Direction, HostDivision, HostStore
+from tpu_offload.types import Direction, HostDivision, HostStore, Pool
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
@@ -43,7 +43,7 @@ class TierPools:
       config: the settings.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
-      pools: the sizes of the pool of chunks, which is not empty, and of that of states, if the layout has them.
+      pools: the sizes of the pools, which are not empty.
       jobs: the worker's jobs in flight.
       fused: the engine runs the fused copies in its own step.
       wrap_copier: see `OffloadWorker`.
@@ -52,7 +52,7 @@ class TierPools:
     Attributes:
       groups: the copies of each page group; those of a layer group copy the same blocks to the same places.
       paths: the copy path of each direction, for all groups but that of states, which are copied directly.
-      segment_chunks: chunks of a segment of the pool of chunks.
+      segment_slots: by pool, slots in a segment.
       lockstep: hosts share one model, and must dispatch in the same order, although readiness differs between them.
     Raises:
       ConfigError: the layout does not support the copy paths. No memory is allocated.
@@ -71,12 +71,15 @@ class TierPools:
         on_fail: Callable[[int, str], None],
     ) -> None:
         self._wrap_copier = wrap_copier
-        self.segment_chunks = pools.chunks.segment_chunks
+        self.segment_slots = tuple([plan.segment_slots for plan in pools.pools])
         self.lockstep = not kv_caches[0].sharding.is_fully_addressable
         # Rows of states are megabytes, and few move in a step: they need no staging buffer.
-        chunks, states = _Pool(pools.chunks, config.blocks_per_chunk), _Pool(pools.states, 1, is_staged=False)
+        self._pools = [
+            _Pool(plan, 1, is_staged=False) if pool == Pool.STATES else _Pool(plan, config.blocks_per_chunk)
+            for pool, plan in enumerate(pools.pools)
+        ]
         page_groups = [
-            (group_id, states if group is layout.state_group else chunks, pages.layer_ids)
+            (group_id, self._pools[Pool.STATES if group is layout.state_group else Pool.CHUNKS], pages.layer_ids)
             for group_id, group in enumerate(layout.groups)
             if layout.first_with_arrays[group_id] == group_id
             for pages in group.page_groups
@@ -100,12 +103,10 @@ class TierPools:
             )
             self.groups.append(group)
             pool.groups.append(group)
-        self._of_chunks, self._of_states = chunks.groups, states.groups
         self._division: PoolDivision | None = None
         if pools.num_segments:
             self._division = PoolDivision(
-                HostPool(self._of_chunks, chunks.limit, pools.chunks.first_segments),
-                HostPool(self._of_states, states.limit, pools.states.first_segments),
+                [HostPool(pool.groups, pool.limit, pool.plan.first_segments) for pool in self._pools],
                 num_segments=pools.num_segments,
             )
 
@@ -117,13 +118,9 @@ class TierPools:
         wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
         return {direction: wrapped[copier] for direction, copier in copiers.items()}
 
-    def memories(self) -> list[HostMemory]:
-        """Per page group of chunks, the host memory."""
-        return [group.memory for group in self._of_chunks]
-
-    def state_memories(self) -> list[HostMemory]:
-        """Likewise, of states; none for a layout without them."""
-        return [group.memory for group in self._of_states]
+    def memories(self) -> list[list[HostMemory]]:
+        """By pool, the host memory of each of its page groups."""
+        return [[group.memory for group in pool.groups] for pool in self._pools]
 
     def sources(self) -> list[GroupCopies]:
         """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
@@ -146,31 +143,34 @@ class TierPools:
         if self._division is not None:
             self._division.begin(division)
 
-    def advance(self) -> tuple[int, int, int, int]:
+    def advance(self) -> tuple[tuple[int, ...], int, int]:
         """Frees and allocates the segments that can be freed and allocated now. Does not wait.
 
         Returns:
-          Chunks whose memory is allocated, which grow to the size of the pool; likewise rows of states; segments that
-          both pools can have together; and the last division that was begun. The last three are 0 without states.
+          By pool, slots whose memory is allocated, which grow to the size of the pool; segments that all pools can have
+          together; and the last division that was begun. The last two are 0 without states.
         """
         division = self._division
         if division is None:  # nearly always, and in every step
-            return _num_ready(self._of_chunks), 0, 0, 0
+            return (_num_ready(self._pools[0].groups),), 0, 0
         division.advance()
-        return _num_ready(self._of_chunks), _num_ready(self._of_states), division.num_segments, division.division_id
+        num_ready = tuple([_num_ready(pool.groups) for pool in self._pools])
+        return num_ready, division.num_segments, division.division_id
 
     @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that the copies take on each device."""
         return sum(group.hbm_nbytes for group in self.groups)
 
-    def take_lost(self) -> tuple[tuple[int, int], ...]:
-        """Ranges (first, end) of slots of chunks lost since the last call."""
-        return _take_lost(self._of_chunks)
-
-    def take_lost_states(self) -> tuple[tuple[int, int], ...]:
-        """Likewise, rows of states."""
-        return _take_lost(self._of_states)
+    def take_lost(self) -> tuple[tuple[int, int, int], ...]:
+        """Ranges (pool, first, end) of slots lost since the last call, counted within the pool."""
+        lost = {
+            (number, *slots)  # what one page group has lost is useless in the others
+            for number, pool in enumerate(self._pools)
+            for group in pool.groups
+            for slots in group.memory.arena.take_lost()
+        }
+        return tuple(sorted(lost))
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""
@@ -192,7 +192,7 @@ class TierPools:
 def _spec(config: OffloadConfig, layout: KVLayout, caches: list[Any], pool: _Pool) -> TransferSpec:
     return TransferSpec.from_caches(
         caches,
-        segment_blocks=pool.plan.segment_chunks * pool.slot_blocks,
+        segment_blocks=pool.plan.segment_slots * pool.slot_blocks,
         # No staged dispatch copies more blocks than the cache has, however large the budget.
         capacity=min(config.staging_blocks(layout), caches[0].shape[0] // layout.num_ranks),
     )
@@ -203,11 +203,6 @@ def _num_ready(groups: Sequence[GroupCopies]) -> int:
     if len(groups) == 1:
         return groups[0].memory.arena.num_chunks_ready
     return min([group.memory.arena.num_chunks_ready for group in groups], default=0)
-
-
-def _take_lost(groups: Iterable[GroupCopies]) -> tuple[tuple[int, int], ...]:
-    # What one page group has lost is useless in the others.
-    return tuple(sorted({lost for group in groups for lost in group.memory.arena.take_lost()}))
 
 
 def _choose_paths(

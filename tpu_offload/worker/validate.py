@@ -14,7 +14,7 @@ _MAX = 2**63 - 1
 _NO_EPOCHS = ((-1, -1),)  # of no worker: a plan whose epochs are unreadable is stale for every worker
 
 
-def sound_plan(plan: Any, *, last: int) -> StepPlan:
+def sound_plan(plan: Any, *, last: int, num_pools: int) -> StepPlan:
     """The plan without the jobs that have no valid id or kind, which can be neither executed nor reported.
 
     Other invalid jobs are found by `job_error` and reported as failed.
@@ -22,12 +22,13 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
     Args:
       plan: any object.
       last: replaces an invalid step id.
+      num_pools: pools of the worker's host tier.
     """
     if type(plan) is not StepPlan:
         _logger.error("ignored a plan of type %s; expected a StepPlan", type(plan).__name__)
         return StepPlan(step_id=last)
     try:
-        return _sound(plan, last=last)
+        return _sound(plan, last=last, num_pools=num_pools)
     except AttributeError as e:  # unpickled from something else
         _logger.error("a plan has no %s: it is ignored", e.name)
         return StepPlan(step_id=last)
@@ -65,7 +66,7 @@ def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_ranks: int, n
 
     Args:
       job: the job.
-      slots: those whose memory is allocated, of each pool: of chunks, then of states if there are any.
+      slots: by pool, those whose memory is allocated.
       num_ranks: the worker's data-parallel ranks.
       num_tiers: its storage tiers, of each rank.
     """
@@ -122,7 +123,7 @@ def _writes_twice(job: CopyJob) -> bool:
     return any(len(set(places)) < len(places) for places in written.values())
 
 
-def _sound(plan: StepPlan, *, last: int) -> StepPlan:
+def _sound(plan: StepPlan, *, last: int, num_pools: int) -> StepPlan:
     epochs = plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS
     if (
         type(plan.jobs) is tuple
@@ -131,13 +132,13 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
         and _is_count(plan.step_id)
         and _is_count(plan.next_job_id)
         and epochs is plan.cache_epochs
-        and (plan.division is None or _is_division(plan.division))
+        and (plan.division is None or _is_division(plan.division, num_pools))
     ):
         return plan
     jobs = _reportable_jobs(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = cancelled if all(map(_is_count, cancelled)) else tuple(filter(_is_count, cancelled))
-    division = plan.division if _is_division(plan.division) else None
+    division = plan.division if _is_division(plan.division, num_pools) else None
     same = (
         division is plan.division
         and epochs is plan.cache_epochs
@@ -202,14 +203,16 @@ def _are_epochs(epochs: Any) -> bool:
     return True
 
 
-def _is_division(division: Any) -> bool:
+def _is_division(division: Any, num_pools: int) -> bool:
     """Whether it is a division that leaves a segment to each pool, or None."""
     if division is None:
         return True
     if type(division) is not HostDivision:
         return False
-    sizes = division.chunk_segments, division.state_segments
-    return _is_count(division.division_id) and all(map(_is_count, sizes)) and min(sizes) > 0
+    sizes = division.segments
+    if type(sizes) is not tuple or len(sizes) != num_pools or not all(map(_is_count, sizes)):
+        return False
+    return _is_count(division.division_id) and min(sizes) > 0
 
 
 def _is_count(n: Any) -> bool:

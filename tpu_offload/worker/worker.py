@@ -36,10 +36,10 @@ from tpu_offload.errors import CachesLostError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
-from tpu_offload.types import CacheEpoch, CopyJob, JobKind, JobResult, StepPlan, StepReport
+from tpu_offload.types import CacheEpoch, CopyJob, JobKind, JobResult, Pool, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
-from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
+from tpu_offload.worker.host_memory import plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, describe_setup
@@ -111,15 +111,14 @@ class OffloadWorker:
             layout.check_tier()
         if config.enabled or config.swap_enabled:
             available = available_nbytes() if available is None else available
-        pools = HostPlan()
-        if config.enabled:
-            pools = plan_host_pools(config, layout, kv_caches, available or 0)
-        self._num_host_chunks, self._num_host_states = pools.chunks.first_chunks, pools.states.first_chunks
+        pools = plan_host_pools(config, layout, kv_caches, available or 0)
+        self._num_host_slots = pools.num_first_slots
+        self._no_memory = (0,) * len(pools.pools), 0, 0
         # The last plan, as it was passed (None once it has ended), and without its invalid or stale jobs.
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
-        if self._num_host_chunks:
+        if all(self._num_host_slots):
             self._tier = TierCopies(
                 config,
                 layout,
@@ -144,7 +143,7 @@ class OffloadWorker:
         self._copies: list[_Copies] = [c for c in (self._storage, self._tier, self._swap) if c is not None]
         setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
-        self._reported: tuple[Any, ...] = (0, 0, 0, 0), (), 0, (), 0, setup  # the last `_state` that was reported
+        self._reported: tuple[Any, ...] = self._no_memory, (), 0, (), 0, setup  # the last `_state` that was reported
         self._report: StepReport | None = None  # of this state, once it was made
 
     def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
@@ -154,7 +153,6 @@ class OffloadWorker:
             config,
             layout,
             memories=self._tier.pools.memories(),
-            state_memories=self._tier.pools.state_memories(),
             jobs=self._jobs,
             worker_id=worker_id,
         )
@@ -192,12 +190,12 @@ class OffloadWorker:
 
         With states that is at first: later memory moves between chunks and states (`HostDivision`).
         """
-        return self._num_host_chunks
+        return self._num_host_slots[Pool.CHUNKS]
 
     @property
     def num_host_states(self) -> int:
         """Likewise, rows of states; 0 for a layout without them."""
-        return self._num_host_states
+        return sum(self._num_host_slots[Pool.STATES :])
 
     def begin_step(
         self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False, urgent: Collection[int] = ()
@@ -224,7 +222,7 @@ class OffloadWorker:
             cancelled.
         """
         given, tier = plan, self._tier
-        plan = sound_plan(plan, last=self._plan[1].step_id)
+        plan = self._sound(plan)
         if not self._gate.begin(plan):
             return kv_caches
         if plan.division is not None and tier is not None:
@@ -271,7 +269,7 @@ class OffloadWorker:
 
     def has_begun(self, plan: StepPlan) -> bool:
         """Whether this plan, or a later one, has begun, so that `begin_step` would ignore it."""
-        return self._gate.has_begun(sound_plan(plan, last=self._plan[1].step_id))
+        return self._gate.has_begun(self._sound(plan))
 
     def is_stale(self, plan: StepPlan) -> bool:
         """Whether a plan was made for lost caches or for an earlier incarnation: its jobs are cancelled."""
@@ -360,7 +358,7 @@ class OffloadWorker:
         if plan is given:
             plan = sound
         else:  # unpickled a second time, or not the one that has begun
-            plan = sound_plan(plan, last=sound.step_id)
+            plan = self._sound(plan)
             if given is None or plan.step_id != sound.step_id:
                 if plan.of(JobKind.SAVE, JobKind.CASCADE):
                     self._gate.ignore_end(plan)
@@ -408,12 +406,10 @@ class OffloadWorker:
             return self._report
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
         # group may come before the job's result; until then the checks of jobs refuse its places.
-        lost = (self._tier.pools.take_lost(), self._tier.pools.take_lost_states()) if self._tier else ((), ())
+        lost = self._tier.pools.take_lost() if self._tier else ()
         lost_swap = self._swap.take_lost() if self._swap else ()
         self._reported, self._report = state, None
-        return self._make_report(
-            state, self._jobs.take_results(), lost_slots=lost[0], lost_states=lost[1], lost_swap_blocks=lost_swap
-        )
+        return self._make_report(state, self._jobs.take_results(), lost_slots=lost, lost_swap_blocks=lost_swap)
 
     def take_written_loads(self) -> tuple[int, ...]:
         """Loads whose last write into the caches was dispatched since the last call.
@@ -466,12 +462,14 @@ class OffloadWorker:
 
     # Inside.
 
+    def _sound(self, plan: StepPlan) -> StepPlan:
+        """The valid part of a plan from the engine."""
+        return sound_plan(plan, last=self._plan[1].step_id, num_pools=len(self._num_host_slots))
+
     def _state(self) -> tuple[Any, ...]:
         """What reports say beside what has ended; mostly the same as last time."""
         tier, swap, jobs, gate = self._tier, self._swap, self._jobs, self._gate
-        memory: tuple[int, int, int, int] = 0, 0, 0, 0
-        if tier is not None:
-            memory = tier.pools.advance()
+        memory = tier.pools.advance() if tier is not None else self._no_memory
         num_swap = swap.num_blocks_ready if swap is not None else ()
         return memory, num_swap, jobs.oldest_id, jobs.storage_ids, gate.epoch.num_losses, gate.setup
 
@@ -481,10 +479,9 @@ class OffloadWorker:
         return StepReport(
             worker_id=self._gate.epoch.worker_id,
             results=results,
-            num_host_chunks=memory[0],
-            num_host_states=memory[1],
-            num_host_segments=memory[2],
-            division_id=memory[3],
+            num_host_slots=memory[0],
+            num_host_segments=memory[1],
+            division_id=memory[2],
             num_swap_blocks=num_swap,
             oldest_job_id=oldest_id,
             storage_job_ids=storage_ids,

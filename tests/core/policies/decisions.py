@@ -5,7 +5,7 @@ import random
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: int = 0) -> list[ChunkKey]:
@@ -20,7 +20,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
     """
     rng = random.Random(0)
     index = ChunkIndex(policy, record=True)
-    index.grow(120)
+    index.grow(Pool.CHUNKS, 120)
     evicted: list[ChunkKey] = []
     pins: list[list[ChunkKey]] = []
     for i in range(900):
@@ -44,7 +44,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
         if len(pins) > 4:
             index.unpin(pins.pop(rng.randrange(4)))
         if i == 500:
-            index.grow(150)
+            index.grow(Pool.CHUNKS, 150)
         if i % 100 == 99:
             index.invalidate(rng.sample(chain, 1))
         evicted += [key for keys, found, _ in index.take_changes() if not found for key in keys]

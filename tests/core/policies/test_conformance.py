@@ -27,7 +27,7 @@ from tpu_offload.core.policies import (
     find_policy,
 )
 from tpu_offload.errors import ConfigError
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 CLASSES = {**POLICIES, "docs/policies.md": example.load()}
 MAKERS: dict[str, Callable[[], EvictionPolicy]] = {
@@ -234,7 +234,7 @@ def test_its_memory_is_bounded_by_the_tier(name, monkeypatch) -> None:
     size = 500
     policy = make()
     index = ChunkIndex(policy)
-    index.grow(size)
+    index.grow(Pool.CHUNKS, size)
     nbytes = []
     for i in range(16000):
         use = Use(i, priority=priorities[i % len(priorities)])
@@ -254,7 +254,7 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
     """Evictions look at blocked chunks, but not at all of them for each victim."""
     residents = CountedResidents(make())
     index, rng = residents.index, random.Random(0)
-    index.grow(30_000)
+    index.grow(Pool.CHUNKS, 30_000)
     chains = [[ChunkKey(b"%d-%d" % (i, j)) for j in range(100)] for i in range(300)]
     for i, chain in enumerate(chains):
         index.complete(chain, index.allocate(Use(i), chain, range(100)), success=True)

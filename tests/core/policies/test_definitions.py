@@ -14,7 +14,7 @@ from tests.core.policies import textbook
 from tests.core.policies.residents import chunk_keys
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import ARCPolicy, EvictionPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 class LateARC(textbook.ARC):
@@ -99,7 +99,7 @@ def test_agrees_with_the_published_algorithm(name, size, kind) -> None:
     make_reference, make_policy = PAIRS[name]
     reference = make_reference(size)
     index = ChunkIndex(make_policy(reference))
-    index.grow(size)
+    index.grow(Pool.CHUNKS, size)
     num_hits = 0
     chunks = prompts(kind, random.Random(size), size)
     for i, key in enumerate(chunks):
@@ -124,7 +124,7 @@ def test_agrees_with_the_published_algorithm(name, size, kind) -> None:
 def test_a_request_that_ends_late_was_used_late(policy) -> None:
     """It is one use, but not over before it ends."""
     index = ChunkIndex(policy)
-    index.grow(2)
+    index.grow(Pool.CHUNKS, 2)
     for use, key in enumerate(chunk_keys("a b")):
         index.complete([key], index.allocate(Use(use), [key], [0]), success=True)
     index.touch(Use(0), chunk_keys("a"), 1)

@@ -17,7 +17,7 @@ from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 @pytest.fixture
@@ -419,7 +419,7 @@ def test_the_cost_per_chunk_of_a_prompt_saved_chunk_by_chunk_does_not_grow_with_
 def test_looks_at_few_runs_for_a_victim() -> None:
     counted = CountedResidents(DensityPolicy())
     index = counted.index
-    index.grow(5000)
+    index.grow(Pool.CHUNKS, 5000)
     tier = Tier(DensityPolicy(), 1)
     tier.index = index
     tier.serve_all(conversations(random.Random(0), 6000, users=500))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, Use
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 
 class Tier:
@@ -14,7 +14,7 @@ class Tier:
     def __init__(self, policy: EvictionPolicy, num_chunks: int) -> None:
         self.policy = policy
         self.index = ChunkIndex(policy)
-        self.index.grow(num_chunks)
+        self.index.grow(Pool.CHUNKS, num_chunks)
         self.num_served = 0
 
     def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0) -> int:
@@ -32,9 +32,9 @@ class Tier:
 
     def resize(self, num_chunks: int) -> None:
         """Chunks in slots that no longer exist are invalidated."""
-        self.index.invalidate_slots(num_chunks, max(num_chunks, self.index.num_slots))
-        self.index.shrink(num_chunks)
-        self.index.grow(num_chunks)
+        self.index.invalidate_slots(num_chunks, max(num_chunks, self.index.num_slots(Pool.CHUNKS)))
+        self.index.shrink(Pool.CHUNKS, num_chunks)
+        self.index.grow(Pool.CHUNKS, num_chunks)
 
     def new_use(self, num_in_hbm: int = 0) -> Use:
         self.num_served += 1

@@ -63,7 +63,7 @@ class World:
         self.report()
 
     def report(self, *results):
-        self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=300))
+        self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_slots=(300,)))
 
     def step(self, *scheduled):
         """Plans a step; all but promotions ends at once."""

@@ -494,7 +494,7 @@ def test_a_worker_that_starts_anew_has_lost_its_storage(kind):
         StepReport(
             worker_id=1,
             results=(),
-            num_host_chunks=report.num_host_chunks,
+            num_host_slots=report.num_host_slots,
             incarnation=2,
             oldest_job_id=engine.scheduler._jobs.next_job_id,
         )
@@ -626,7 +626,7 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
         blocks_per_chunk=1,
         staging_blocks=config.staging_blocks(LAYOUT),
         max_load_blocks=config.max_load_blocks(LAYOUT),
-        segment_chunks=4,
+        segment_slots=(4,),
         save_path="direct",
         load_path="direct",
         bucket_blocks=(),
@@ -635,7 +635,7 @@ def test_a_worker_without_the_tier_is_an_error_in_one_line():
     with pytest.raises(
         ConfigError, match=r"worker 0 has storage_chunks=\(\), the scheduler has \(5,\).*TPU_OFFLOAD_STORAGE_TIER"
     ):
-        scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=4, incarnation=1, setup=setup))
+        scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(4,), incarnation=1, setup=setup))
 
 
 # --- at random ----------------------------------------------------------------------------------

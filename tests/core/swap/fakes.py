@@ -42,7 +42,7 @@ class FakeSwapWorker:
         self.tier: dict[int, object] = {}
         self.unreported: list[JobResult] = []
         self.lost: list[tuple[int, int, int]] = []
-        self.lost_slots: list[tuple[int, int]] = []
+        self.lost_slots: list[tuple[int, int, int]] = []
         self.plans: list[StepPlan] = []
 
     def begin_step(self, plan: StepPlan, *, failing=lambda job: False) -> None:
@@ -78,7 +78,7 @@ class FakeSwapWorker:
     def lose_slots(self, first: int, end: int) -> None:
         k = self.blocks_per_chunk
         self.tier.update(dict.fromkeys(range(first * k, end * k), POISON))
-        self.lost_slots.append((first, end))
+        self.lost_slots.append((0, first, end))
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
         """What is unreported, or these of it."""
@@ -90,7 +90,7 @@ class FakeSwapWorker:
         return StepReport(
             worker_id=self.worker_id,
             results=tuple(results),
-            num_host_chunks=self.num_host_chunks,
+            num_host_slots=(self.num_host_chunks,),
             lost_slots=lost_slots,
             num_swap_blocks=self.num_blocks,
             lost_swap_blocks=lost,

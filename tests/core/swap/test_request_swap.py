@@ -435,7 +435,7 @@ def test_results_that_fit_nothing_change_nothing():
     planned = [JobResult(job_id=result.job_id + 1, state=FINISHED), JobResult(job_id=99, state=FAILED)]
     engine.report(engine.workers[0], [result, result, *planned])
     engine.report(engine.workers[0], [result])
-    engine.scheduler.apply(StepReport(worker_id=7, results=(result,), num_host_chunks=0))
+    engine.scheduler.apply(StepReport(worker_id=7, results=(result,), num_host_slots=(0,)))
     assert engine.scheduler.has_jobs
     assert swap_stats(engine, "num_ignored_results", "num_rejected_reports") == (4, 1)
     engine.report(engine.workers[1])

@@ -94,7 +94,7 @@ class WorkerSide:
         self._num_blocks = 0  # of each rank
         self._scheduler_ids: list[str] = []  # of the scheduler sides, by rank
         self._reports: list[StepReport] = []
-        self._last_report = StepReport(worker_id=0, results=(), num_host_chunks=0)
+        self._last_report = StepReport(worker_id=0, results=(), num_host_slots=())
         self._last_status: tuple[Any, ...] = ()
         self._needs_reset = False
         self._computed_on_invalid = False
@@ -338,7 +338,7 @@ class WorkerSide:
         if jobs:
             results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in jobs)
             self._collect()
-            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=(), lost_states=()))
+            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
 
     def _end_step(self, kv_caches: list[jax.Array]) -> list[jax.Array]:
         self.worker.end_step(self._plan, kv_caches)
@@ -379,9 +379,9 @@ class WorkerSide:
 
     def _collect(self, *, wait: bool = False) -> None:
         report = self._last_report = self.worker.poll(wait=wait)
-        memory = report.num_host_chunks, report.num_host_states, report.num_host_segments, report.division_id
+        memory = report.num_host_slots, report.num_host_segments, report.division_id
         status = memory, report.num_cache_losses, report.setup
-        if report.results or report.lost_slots or report.lost_states or status != self._last_status:
+        if report.results or report.lost_slots or status != self._last_status:
             self._last_status = status
             self._reports.append(report)
         for result in report.results:

@@ -19,7 +19,7 @@ from tpu_offload.core.index.changes import Changes
 from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece, NewPieceKey
 from tpu_offload.core.index.chunk_index import ChunkIndex
 from tpu_offload.core.index.chunk_states import ChunkState
-from tpu_offload.core.index.pool_balance import Pool, PoolBalance, PoolMove
+from tpu_offload.core.index.pool_balance import PoolBalance, PoolMove
 from tpu_offload.core.index.slots import overlaps
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "ChunkState",
     "NewPiece",
     "NewPieceKey",
-    "Pool",
     "PoolBalance",
     "PoolMove",
     "overlaps",

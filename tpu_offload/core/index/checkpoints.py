@@ -24,7 +24,7 @@ from tpu_offload.core.index.changes import ChangeLog
 from tpu_offload.core.index.pieces import PieceTable
 from tpu_offload.core.index.slots import TierSlots
 from tpu_offload.piece_keys import PieceKey, chunk_of, piece_key
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 _SCANNED_AT_ONCE = 512  # boundaries
 _MAX_PIECES = 16_384  # pieces that one call of `evict_from` looks at; 1 ms
@@ -147,12 +147,12 @@ class CheckpointTable:
     @property
     def num_window_chunks(self) -> int:
         """Slots that window chunks take."""
-        return len(self._pieces.key_of) - self._pieces.num_states
+        return self._pieces.num_slots[Pool.CHUNKS]
 
     @property
     def num_states(self) -> int:
         """Slots that states take."""
-        return self._pieces.num_states
+        return self._pieces.num_slots[Pool.STATES] if self.has_states else 0
 
     def occupied(self) -> set[int]:
         """Slots that pieces take, of either kind. O(their number)."""
@@ -262,7 +262,7 @@ class CheckpointTable:
         end: int,
         *,
         max_chunks: int,
-        take: Callable[[int, int], list[int]],
+        take: Callable[[Sequence[int]], list[int]],
         before: Checkpoint | None = None,
         rolls: bool = False,
     ) -> tuple[Checkpoint, list[NewPiece]] | None:
@@ -272,8 +272,8 @@ class CheckpointTable:
           keys: the prefix.
           end: the boundary.
           max_chunks: how many window chunks may be saved for it.
-          take: takes this many free slots for window chunks, and then this many for states; none if there are fewer of
-            either. It may evict other checkpoints.
+          take: takes this many free slots of each pool, in the order of pools; none if there are fewer of any. It may
+            evict other checkpoints.
           before: an earlier checkpoint of this prefix; if it is the one a chunk before, the search is short.
           rolls: see `Checkpoint`.
         Returns:
@@ -284,16 +284,18 @@ class CheckpointTable:
         assert key not in self._table, "a checkpoint is saved twice"
         known = self._known_slots(keys, end, num_pieces, before)
         shared = [slot for slot in known if slot is not None]
+        num_new = len(known) - len(shared)
         num_states = int(self.has_states and known[-1] is None)
-        if len(known) - len(shared) - num_states > max_chunks:
+        if num_new - num_states > max_chunks:
             return None
         self._pieces.ref(shared)  # before others are evicted
         try:
-            free = take(len(known) - len(shared) - num_states, num_states) if len(shared) < len(known) else []
+            needed = (num_new - num_states, num_states) if self.has_states else (num_new,)
+            free = take(needed) if num_new else []
         except BaseException:  # an eviction policy may be the engine's own
             self._pieces.unref(shared)
             raise
-        if len(free) < len(known) - len(shared):
+        if len(free) < num_new:
             self._pieces.unref(shared)
             return None
         new = iter(free)
@@ -428,13 +430,13 @@ class CheckpointTable:
                 return checkpoint
         return None
 
-    def evict_from(self, slots: range) -> None:
-        """Drops checkpoints with a piece in these slots, but for those that something holds or saves.
+    def evict_from(self, pool: int, slots: range) -> None:
+        """Drops checkpoints with a piece in these slots of a pool, but for those that something holds or saves.
 
         All of them if these are slots of states, in O(slots). Of slots of chunks some: as many pieces as take 1 ms are
         looked at, and others in later calls, around and around.
         """
-        for checkpoint in self._in_states(slots) if slots.start >= self._slots.first_state else self._in_chunks(slots):
+        for checkpoint in self._in_chunks(slots) if pool == Pool.CHUNKS else self._in_states(slots):
             if not (checkpoint.num_holds or checkpoint.num_pending):
                 self._evict(checkpoint, keeps_memory=False)
 
@@ -488,7 +490,7 @@ class CheckpointTable:
         alive = {*self._table.values(), *self._held}
         for checkpoint in alive:
             assert sum(checkpoint.num_pieces) == len(checkpoint.slots)
-            is_state = [slot >= self._slots.first_state for slot in checkpoint.slots]
+            is_state = [self._slots.pool_of(slot) == Pool.STATES for slot in checkpoint.slots]
             assert not any(is_state[:-1]), "a window chunk in the slot of a state"
             assert is_state[-1:] == [True] * self.has_states or not self.has_states, "a checkpoint without its state"
             for slot in checkpoint.slots:

@@ -30,12 +30,12 @@ from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewP
 from tpu_offload.core.index.chunk_states import ChunkState, ChunkStates
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
-from tpu_offload.core.index.pool_balance import Pool, PoolBalance
+from tpu_offload.core.index.pool_balance import PoolBalance
 from tpu_offload.core.index.prefix_tree import PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator, TierSlots, overlaps
 from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, Use
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 MAX_REMOVED = 256
 """Chunks that one call removes of those lost together; 1 ms, more where prompts of 100,000 chunks break up."""
@@ -52,7 +52,7 @@ class ChunkIndex:
       policy: decides which chunk is evicted. The index owns it from here on.
       record: records what `take_changes` returns.
       window_chunks: per window group, how many chunks cover its window.
-      first_state: the lowest slot of the states, above all slots of chunks; None without states.
+      first_slots: by pool, the number of its first slot. With a pool of states, each checkpoint has one.
       balance: with states: is told what is evicted for lack of slots.
 
     Attributes:
@@ -66,20 +66,20 @@ class ChunkIndex:
         *,
         record: bool = False,
         window_chunks: Sequence[int] = (),
-        first_state: int | None = None,
+        first_slots: Sequence[int] = (0,),
         balance: PoolBalance | None = None,
     ) -> None:
         self._policy = policy
         self._tree = PrefixTree()
         self._states = ChunkStates(self._tree)
-        self._tier_slots = TierSlots() if first_state is None else TierSlots(first_state=first_state)
-        self._slots, self._state_slots = self._tier_slots.chunks, self._tier_slots.states
+        self._tier_slots = TierSlots(first_slots)
+        self._slots = self._tier_slots.pools[Pool.CHUNKS]
         self._changes = ChangeLog() if record else None
         self.checkpoints = CheckpointTable(
             self._tier_slots,
             window_chunks,
             is_found=lambda key: self.state(key) is ChunkState.READY,
-            has_states=first_state is not None,
+            has_states=len(first_slots) > Pool.STATES,
             changes=self._changes,
         )
         self._balance = balance
@@ -93,35 +93,32 @@ class ChunkIndex:
         self._discarded = Discarded()
         self._on_evict: Callable[[Sequence[ChunkKey], Sequence[int]], None] | None = None
 
-    @property
-    def num_slots(self) -> int:
-        """Usable slots, occupied or not."""
-        return self._slots.num_usable
-
-    @property
-    def num_state_slots(self) -> int:
-        """Usable slots of states, occupied or not."""
-        return self._state_slots.num_usable
+    def num_slots(self, pool: int) -> int:
+        """Usable slots of a pool, occupied or not."""
+        return self._tier_slots.pools[pool].num_usable
 
     @property
     def num_free_slots(self) -> int:
         """Slots that `allocate` hands out without evicting."""
         return len(self._slots.free)
 
+    def pool_of(self, slot: int) -> int:
+        """The pool of a slot."""
+        return self._tier_slots.pool_of(slot)
+
+    def count_in(self, pool: int, slots: Sequence[int]) -> int:
+        """How many of these slots are of a pool."""
+        return self._tier_slots.count(slots, pool)
+
     @property
     def num_requests(self) -> int:
         """With states: requests so far, as ages of evicted entries count them."""
         return self._ages.now if self._ages is not None else 0
 
-    @property
-    def num_free_state_slots(self) -> int:
-        """Likewise, slots of states."""
-        return len(self._state_slots.free)
-
-    def use_counts(self) -> tuple[int, int, int]:
-        """With states: `num_requests`, `num_free_slots` and `num_free_state_slots`, in one call because it is hot."""
+    def use_counts(self) -> tuple[int, list[int]]:
+        """With states: `num_requests`, and by pool its free slots, in one call because it is hot."""
         assert self._ages is not None
-        return self._ages.now, self._slots.free.num, self._state_slots.free.num
+        return self._ages.now, [pool.free.num for pool in self._tier_slots.pools]
 
     @property
     def num_quarantined_slots(self) -> int:
@@ -188,51 +185,40 @@ class ChunkIndex:
 
     def has_usable(self, slot: int) -> bool:
         """Whether a slot is usable: its memory is there, and is not about to be given away."""
-        first_state = self._tier_slots.first_state
-        if slot < first_state:
-            return slot < self._slots.num_usable
-        return slot - first_state < self._state_slots.num_usable
+        return self._tier_slots.has_usable(slot)
 
-    def grow(self, num_slots: int) -> None:
-        """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
-        if num_slots > self._slots.num_usable:
-            self._slots.grow(num_slots)
-            self._policy.resize(num_slots)
+    def grow(self, pool: int, num_slots: int) -> None:
+        """Raises the number of slots of a pool to `num_slots`; a smaller number changes nothing."""
+        slots = self._tier_slots.pools[pool]
+        if num_slots > slots.num_usable:
+            slots.grow(num_slots)
+            if pool == Pool.CHUNKS:
+                self._policy.resize(num_slots)
 
-    def grow_states(self, num_slots: int) -> None:
-        """Raises the number of slots of states; a smaller number changes nothing."""
-        if num_slots > self._state_slots.num_usable:
-            self._state_slots.grow(num_slots)
+    def shrink(self, pool: int, num_slots: int) -> None:
+        """Lowers the number of slots of a pool: a worker has fewer, or memory is to be moved.
 
-    def shrink_states(self, num_slots: int) -> None:
-        """Likewise as `shrink`, the slots of states."""
-        self._state_slots.shrink(num_slots)
-
-    def shrink(self, num_slots: int) -> None:
-        """Lowers the number of slots: a worker has fewer, or memory is to be moved.
-
-        Chunks in the others have been invalidated, or `vacate` follows. Slots that a pin or an unfinished copy holds
+        What is in the others has been invalidated, or `vacate` follows. Slots that a pin or an unfinished copy holds
         become unusable when it ends. `grow` adds them again. O(1) after a `clear`.
         """
-        self._slots.shrink(num_slots)
-        self._policy.resize(self._slots.num_usable)
+        slots = self._tier_slots.pools[pool]
+        slots.shrink(num_slots)
+        if pool == Pool.CHUNKS:
+            self._policy.resize(slots.num_usable)
 
-    def vacate(self, num_slots: int) -> bool:
-        """Evicts what is in slots from `num_slots` on, after `shrink`: some of it, as much as can be now.
+    def vacate(self, pool: int, num_slots: int) -> bool:
+        """Evicts what is in slots of a pool from `num_slots` on, after `shrink`: some of it, as much as can be now.
 
         Returns:
           Whether nothing uses them any more. Until then it is called again in later steps.
         """
-        held = self._slots.held_from(num_slots)
-        if held:
+        slots = self._tier_slots.pools[pool]
+        held = slots.held_from(num_slots)
+        if held and pool == Pool.CHUNKS:
             self._vacating.evict_chunks(held)
-        return _forget_if_vacated(self._slots, num_slots)
-
-    def vacate_states(self, num_slots: int) -> bool:
-        """Likewise as `vacate`, the slots of states."""
-        held = self._state_slots.held_from(num_slots)
-        self.checkpoints.evict_from(held)
-        return _forget_if_vacated(self._state_slots, num_slots)
+        elif held:
+            self.checkpoints.evict_from(pool, held)
+        return _forget_if_vacated(slots, num_slots)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not resident."""
@@ -383,12 +369,12 @@ class ChunkIndex:
     ) -> tuple[Checkpoint, list[NewPiece]] | None:
         """Begins the save of the checkpoint after `end` resident chunks of a prefix; see `CheckpointTable.begin`."""
 
-        def take(num_slots: int, num_states: int) -> list[int]:
-            return self._take(num_slots, num_states, protected=(keys[end - 1],))
+        def take(needed: Sequence[int]) -> list[int]:
+            return self._take(needed, protected=(keys[end - 1],))
 
         begun = self.checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before, rolls=rolls)
         if begun is not None:
-            self._count_used(1, sum(piece.slot < self._tier_slots.first_state for piece in begun[1]))
+            self._count_used(1, self._tier_slots.count([piece.slot for piece in begun[1]], Pool.CHUNKS))
             self._note_used(begun[0])
         return begun
 
@@ -499,25 +485,31 @@ class ChunkIndex:
         if quarantined is not None:
             assert self._tier_slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
 
-    def _take(self, num_slots: int, num_states: int, protected: Container[ChunkKey]) -> list[int]:
-        """Takes this many free slots of chunks, then of states, evicting where it must; none if there are fewer.
+    def _take(self, needed: Sequence[int], protected: Container[ChunkKey]) -> list[int]:
+        """Takes this many free slots of each pool, evicting where it must; none if there are fewer.
 
         Never evicts for more than half of the slots of chunks: that would mostly be in vain.
         """
-        free, free_states = self._slots.free, self._state_slots.free
-        if num_states > self._state_slots.num_usable:
+        pools = self._tier_slots.pools
+        if any(num > slots.num_usable for num, slots in zip(needed, pools, strict=True)):
             return []
-        if num_slots > len(free) and num_slots <= self._slots.num_usable // 2:
-            self._make_room(num_slots, protected)
-        if num_slots > len(free):
+        num_chunks = needed[0]
+        if num_chunks > len(self._slots.free) and num_chunks <= self._slots.num_usable // 2:
+            self._make_room(num_chunks, protected)
+        if num_chunks > len(self._slots.free):
             return []
-        while len(free_states) < num_states and (checkpoint := self.checkpoints.evict_one(protected)) is not None:
+        for pool in range(1, len(pools)):
+            if not self._evict_pieces(pool, needed[pool], protected):
+                return []
+        return [slot for num, slots in zip(needed, pools, strict=True) for slot in slots.free.take(num)]
+
+    def _evict_pieces(self, pool: int, num_slots: int, protected: Container[ChunkKey]) -> bool:
+        """Evicts checkpoints until this many slots of another pool than that of chunks are free; whether they are."""
+        free = self._tier_slots.pools[pool].free
+        while len(free) < num_slots and (checkpoint := self.checkpoints.evict_one(protected)) is not None:
             if self._balance is not None and self._ages is not None:
-                age = max(0, self._ages.now - checkpoint.last_use)
-                self._balance.note_evicted(Pool.STATES, 1, age)
-        if num_states > len(free_states):
-            return []
-        return free.take(num_slots) + free_states.take(num_states)
+                self._balance.note_evicted(Pool(pool), 1, max(0, self._ages.now - checkpoint.last_use))
+        return len(free) >= num_slots
 
     def _make_room(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts until this many slots are free, or nothing more can be evicted."""

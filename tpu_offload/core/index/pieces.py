@@ -28,7 +28,7 @@ class PieceTable:
 
     Attributes:
       key_of: the name of what is in each slot.
-      num_states: slots that states take.
+      num_slots: by pool, slots that pieces take.
       may_cover: whether pieces may cover a boundary without a checkpoint. Not those of one boundary only.
     """
 
@@ -50,7 +50,7 @@ class PieceTable:
         # By slot: the checkpoints that contain it, while they are resident or held, and the save that writes it.
         self._num_refs: dict[int, int] = {}
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
-        self.num_states = 0
+        self.num_slots = [0] * len(slots.pools)
         self._widest = max(((most, group) for group, most in enumerate(most_pieces)), default=(0, 0))
         self.may_cover = not has_states and max(most_pieces, default=0) != 1
 
@@ -142,7 +142,7 @@ class PieceTable:
         for name, slot in zip(names, slots, strict=True):
             self._slot_of[name], self.key_of[slot] = slot, name
             self._num_refs[slot] = 2
-            self.num_states += slot >= self._slots.first_state
+            self.num_slots[self._slots.pool_of(slot)] += 1
 
     def saved(self, slots: Sequence[int], *, success: bool) -> None:
         """The save of these pieces has ended; the reference of the save stays."""
@@ -168,7 +168,7 @@ class PieceTable:
             num_refs[slot] -= 1
             if not num_refs[slot]:
                 del num_refs[slot]
-                self.num_states -= slot >= self._slots.first_state
+                self.num_slots[self._slots.pool_of(slot)] -= 1
                 name = self.key_of.pop(slot)
                 if self._slot_of.get(name) == slot:
                     del self._slot_of[name]
@@ -207,7 +207,7 @@ class PieceTable:
         for slot in kept:
             self._num_refs[slot] = self._num_refs.get(slot, 0) + 1
             self.key_of[slot] = key_of[slot]
-        self.num_states = sum(slot >= self._slots.first_state for slot in self.key_of)
+        self.num_slots = self._count(self.key_of)
         self._lost.intersection_update(self.key_of)
         return discarded
 
@@ -215,8 +215,13 @@ class PieceTable:
         """Raises AssertionError unless slots have these references, and names and slots agree. O(pieces)."""
         assert self._num_refs == refs, "a slot is counted wrongly"
         assert self.key_of.keys() == refs.keys()
-        assert self.num_states == sum(slot >= self._slots.first_state for slot in refs)
+        assert self.num_slots == self._count(refs)
         assert all(self.key_of[self._slot_of[name]] == name for name in self._slot_of)
+
+    def _count(self, slots: Iterable[int]) -> list[int]:
+        """By pool, how many of these slots are of it."""
+        slots = [*slots]
+        return [self._slots.count(slots, pool) for pool in range(len(self._slots.pools))]
 
     def _note(self, names: Iterable[PieceKey], *, found: bool) -> None:
         if self._changes is not None:

@@ -24,12 +24,12 @@ References:
 """
 
 import dataclasses
-import enum
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from tpu_offload.native import mypyc_attr
+from tpu_offload.types import Pool
 
 _MARGIN = 1.1  # by which ages must differ after a move
 _LEAST_EVICTED = 8  # entries in a window
@@ -37,18 +37,6 @@ _PART = 0.5  # of the move that would make both pools even
 _MOST_GIVEN = 0.25  # of a pool in a move
 _SPARE = 1.5  # free slots of a pool that gives memory it does not use, in units
 _WINDOW_AGE = 0.25  # requests in a window, in mean ages of evicted entries
-
-
-class Pool(enum.IntEnum):
-    """A pool of the host tier."""
-
-    CHUNKS = 0
-    STATES = 1
-
-    @property
-    def other(self) -> "Pool":
-        """The other one."""
-        return Pool(1 - self)
 
 
 @final
@@ -73,11 +61,13 @@ class PoolMove(NamedTuple):
     """A move of memory.
 
     Attributes:
-      taker: the pool that gets it from the other.
+      taker: the pool that gets it.
+      giver: the pool that it is taken from.
       num_segments: how much.
     """
 
     taker: Pool
+    giver: Pool
     num_segments: int
 
 
@@ -139,7 +129,7 @@ class PoolBalance:
         is_both = all(window.num_evicted for window in windows)
         move = self._evened(num_segments) if is_both else self._spared(now, num_segments)
         self._begin_window(now)
-        return move if move is not None and num_segments[move.taker.other] > move.num_segments else None
+        return move if move is not None and num_segments[move.giver] > move.num_segments else None
 
     def _is_complete(self, pool: Pool, now: int) -> bool:
         window = self._windows[pool]
@@ -153,22 +143,23 @@ class PoolBalance:
         taker = min(Pool, key=lambda pool: windows[pool].mean_age)
         if not self._goes_by_age(taker):
             return None
-        num_taker, num_giver = num_segments[taker], num_segments[taker.other]
-        young, old = max(1.0, windows[taker].mean_age), max(1.0, windows[taker.other].mean_age)
+        giver = _other(taker)
+        num_taker, num_giver = num_segments[taker], num_segments[giver]
+        young, old = max(1.0, windows[taker].mean_age), max(1.0, windows[giver].mean_age)
         size = _size((old - young) / (old / num_giver + young / num_taker), num_taker, num_giver)
         still_young, still_old = young * (num_taker + size) / num_taker, old * (num_giver - size) / num_giver
-        return PoolMove(taker, size) if still_young * _MARGIN <= still_old else None
+        return PoolMove(taker, giver, size) if still_young * _MARGIN <= still_old else None
 
     def _spared(self, now: int, num_segments: Sequence[int]) -> PoolMove | None:
         """At the end of a window in which one pool has evicted: a move of what the other has free."""
         taker = Pool.CHUNKS if self._windows[Pool.CHUNKS].num_evicted else Pool.STATES
-        other = taker.other
+        other = _other(taker)
         spare = self._least_free[other] / self._segment_slots[other]
         if spare >= _SPARE * self._unit:
-            return PoolMove(taker, _size(spare, num_segments[taker], num_segments[other]))
+            return PoolMove(taker, other, _size(spare, num_segments[taker], num_segments[other]))
         age = now - self._chunks_evicted_at
         is_old = other is Pool.CHUNKS and age >= _MARGIN * self._windows[taker].mean_age
-        return PoolMove(taker, self._unit) if is_old else None
+        return PoolMove(taker, other, self._unit) if is_old else None
 
     def _goes_by_age(self, taker: Pool) -> bool:
         """Whether a pool may get memory because its entries are evicted young."""
@@ -178,6 +169,11 @@ class PoolBalance:
         self._begun_at, self._num_chunks_seen = now, 0
         self._least_free = sys.maxsize, sys.maxsize
         self._windows = _Window(), _Window()
+
+
+def _other(pool: Pool) -> Pool:
+    """The rule is one for two pools."""
+    return Pool.STATES if pool is Pool.CHUNKS else Pool.CHUNKS
 
 
 def _size(even: float, num_taker: int, num_giver: int) -> int:

@@ -1,6 +1,5 @@
 """Which slots of the host tier are free, in which order they are handed out, and which must not be."""
 
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
@@ -205,18 +204,34 @@ class TierSlots:
     """The slots of the host tier, by their pool.
 
     Args:
-      first_state: the lowest slot of the pool of states. All of its slots come after those of chunks, so that a slot is
-        known by its number alone.
+      first_slots: by pool, the number of its first slot (see `Pool`).
 
     Attributes:
-      chunks: slots of chunks, of full attention and of windows.
-      states: slots of states; none without states.
+      pools: by pool, its slots.
     """
 
-    def __init__(self, *, first_state: int = sys.maxsize) -> None:
-        self.first_state = first_state
-        self.chunks = SlotAllocator()
-        self.states = SlotAllocator(first=first_state)
+    def __init__(self, first_slots: Sequence[int] = (0,)) -> None:
+        self.pools = [SlotAllocator(first=first) for first in first_slots]
+        self._first_slots = [*first_slots]
+        self._last_pool = len(self.pools) - 1
+
+    def pool_of(self, slot: int) -> int:
+        """The pool of a slot."""
+        pool = self._last_pool
+        while slot < self._first_slots[pool]:
+            pool -= 1
+        return pool
+
+    def count(self, slots: Sequence[int], pool: int) -> int:
+        """How many of these slots are of a pool."""
+        if not self._last_pool:
+            return 0 if pool else len(slots)
+        return sum([self.pool_of(slot) == pool for slot in slots])
+
+    def has_usable(self, slot: int) -> bool:
+        """Whether a slot is one that every worker has allocated."""
+        pool = self.pool_of(slot)
+        return slot - self._first_slots[pool] < self.pools[pool].num_usable
 
     def quarantine(self, slots: Sequence[int]) -> None:
         """See `SlotAllocator.quarantine`."""
@@ -235,31 +250,32 @@ class TierSlots:
 
     def clear(self, occupied: set[int]) -> None:
         """See `SlotAllocator.clear`."""
-        self.chunks.clear(occupied)
-        self.states.clear(occupied)
+        for pool in self.pools:
+            pool.clear(occupied)
 
     @property
     def num_quarantined(self) -> int:
         """Slots that a late copy may still write."""
-        return self.chunks.num_quarantined + self.states.num_quarantined
+        return sum([pool.num_quarantined for pool in self.pools])
 
     @property
     def quarantined(self) -> frozenset[int]:
         """Those slots. For tests."""
-        return self.chunks.quarantined | self.states.quarantined
+        return frozenset().union(*[pool.quarantined for pool in self.pools])
 
     def check_invariants(self, occupied: Iterable[int]) -> None:
         """See `SlotAllocator.check_invariants`."""
         occupied = list(occupied)
-        self.chunks.check_invariants([slot for slot in occupied if slot < self.first_state])
-        self.states.check_invariants([slot for slot in occupied if slot >= self.first_state])
+        for pool, slots in enumerate(self.pools):
+            slots.check_invariants([slot for slot in occupied if self.pool_of(slot) == pool])
 
-    def _by_pool(self, slots: Sequence[int]) -> Iterator[tuple[SlotAllocator, Sequence[int]]]:
-        if not slots or max(slots) < self.first_state:
-            yield self.chunks, slots
-        else:
-            yield self.chunks, [slot for slot in slots if slot < self.first_state]
-            yield self.states, [slot for slot in slots if slot >= self.first_state]
+    def _by_pool(self, slots: Sequence[int]) -> Iterable[tuple[SlotAllocator, Sequence[int]]]:
+        if not self._last_pool or not slots or max(slots) < self._first_slots[1]:  # nearly always
+            return ((self.pools[0], slots),)
+        own: list[list[int]] = [[] for _ in self.pools]
+        for slot in slots:
+            own[self.pool_of(slot)].append(slot)
+        return zip(self.pools, own, strict=True)
 
 
 def without(slots: range, taken: Iterable[int]) -> list[range]:

@@ -1,4 +1,4 @@
-"""Evicts what is in the last slots of a pool, so that their memory can be given to the other pool.
+"""Evicts what is in the last slots of a pool, so that their memory can be given to another pool.
 
 The slots are not handed out any more (`SlotAllocator.shrink`). A chunk is evicted after all chunks that follow it,
 wherever these are. What is pinned, held or being written stays until that has ended; calls go on until all is gone.
@@ -10,7 +10,7 @@ from typing import final
 from tpu_offload.core.index.checkpoints import CheckpointTable
 from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.prefix_tree import NO_CHUNK, PrefixTree
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, Pool
 
 _MAX_STEPS = 1024  # chunks that one call looks at; 1 ms
 
@@ -62,7 +62,7 @@ class Vacating:
             else:
                 self._evict(key)
                 self._path.pop()
-        self._checkpoints.evict_from(slots)
+        self._checkpoints.evict_from(Pool.CHUNKS, slots)
 
     def _begin_path(self, slot: int) -> None:
         keys = self._tree.keys

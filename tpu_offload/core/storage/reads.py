@@ -15,7 +15,7 @@ from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.metrics import TierStats
-from tpu_offload.types import ChunkKey, JobKind, JobState
+from tpu_offload.types import ChunkKey, JobKind, JobState, Pool
 
 MAX_PROMOTIONS = 64  # a job
 _STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
@@ -91,7 +91,6 @@ class StorageReads:
         self._neighbors = neighbors
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
-        self._first_state = context.first_state_slot
         self._breaker = jobs.make_breaker("promotions from")
         self._reading: dict[int, _Reading] = {}  # by job in flight
         self._num_slots = 0  # of chunks that promotions in flight write
@@ -144,7 +143,7 @@ class StorageReads:
         self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end)
 
     def _num_chunk_slots(self, slots: Sequence[int]) -> int:
-        return sum([slot < self._first_state for slot in slots])
+        return self._index.count_in(Pool.CHUNKS, slots)
 
     @property
     def are_admitted(self) -> bool:
@@ -154,7 +153,7 @@ class StorageReads:
     @property
     def _max_slots(self) -> int:
         """Slots that promotions may hold: of half of the host tier an equal share, which no other tier can hold up."""
-        return self._index.num_slots // (2 * self._num_tiers)
+        return self._index.num_slots(Pool.CHUNKS) // (2 * self._num_tiers)
 
     @property
     def _slots_left(self) -> int:

@@ -39,11 +39,14 @@ class StoredRecords:
         self._has_states = context.has_states
         self._groups = context.checkpoint_groups
         self._has_pieces = bool(self._groups)
-        self._first_state = context.first_state_slot
-        self._num_parts = context.config.records_per_state(context.layout) if context.has_states else 0
+        self._index = context.index
+        # By pool: bytes of what is in a slot, and the records that hold it; 0 for one record under its own key.
+        self._slot_nbytes = [context.blocks_per_chunk * context.layout.block_nbytes]
+        self._num_parts = [0]
         state_group = context.layout.state_group
-        self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
-        self._state_nbytes = state_group.block_nbytes if state_group is not None else 0
+        if context.has_states and state_group is not None:
+            self._slot_nbytes.append(state_group.block_nbytes)
+            self._num_parts.append(context.config.records_per_state(context.layout))
         self.capacity = capacity
         self.max_in_flight = max_in_flight
         self.stored: Keys = OrderedDict()
@@ -58,7 +61,8 @@ class StoredRecords:
 
     def of_slot(self, key: ChunkKey, slot: int) -> Sequence[ChunkKey]:
         """The records of what is in a slot."""
-        return (key,) if slot < self._first_state else part_keys(PieceKey(key), self._num_parts)
+        num_parts = self._num_parts[self._index.pool_of(slot)]
+        return part_keys(PieceKey(key), num_parts) if num_parts else (key,)
 
     def of_slots(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> Sequence[ChunkKey]:
         """The records of what is in these slots."""
@@ -76,12 +80,11 @@ class StoredRecords:
 
     def nbytes(self, slots: Sequence[int]) -> int:
         """Bytes of what is in these slots, over all devices."""
-        num_states = sum([slot >= self._first_state for slot in slots]) if self._has_states else 0
-        return (len(slots) - num_states) * self._chunk_nbytes + num_states * self._state_nbytes
+        return sum([self._index.count_in(pool, slots) * nbytes for pool, nbytes in enumerate(self._slot_nbytes)])
 
     def num_records(self, slot: int) -> int:
         """How many records the contents of a slot have."""
-        return 1 if slot < self._first_state else self._num_parts
+        return self._num_parts[self._index.pool_of(slot)] or 1
 
     def belongs(self, name: ChunkKey) -> bool:
         """Whether it is a record of this model, of after the last reset."""
@@ -164,7 +167,7 @@ class StoredRecords:
     @property
     def max_per_slot(self) -> int:
         """The most records that the contents of a slot have."""
-        return max(1, self._num_parts)
+        return max(1, *self._num_parts)
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""The slots of one pool of host memory, as storage copies them: slots of chunks, or of states.
+"""The slots of one pool of host memory, as storage copies them.
 
 A job names a slot by its number only, and the pool knows the rest: where the slot is in each page group, what copies
 it, and which records hold its bytes. So chunks, those of windows included, and states take the same way.
@@ -25,7 +25,7 @@ Payload = list[list[jax.Array]]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotPool:
-    """The slots of chunks, or those of states.
+    """The slots of a pool.
 
     Attributes:
       memories: per page group, the host memory.

@@ -25,7 +25,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import pinned_zeros
 from tpu_offload.storage import RecordFormat, StorageSpec, find_tier, make_tier
 from tpu_offload.storage.format import FINGERPRINT_NBYTES
-from tpu_offload.types import ChunkKey, CopyJob, JobKind
+from tpu_offload.types import ChunkKey, CopyJob, JobKind, Pool
 from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.io import StorageCopies
@@ -45,8 +45,7 @@ class StorageStack:
     Args:
       config: the settings, with a storage tier.
       layout: what a block is made of.
-      memories: per page group of chunks, the host tier.
-      state_memories: likewise, of states.
+      memories: by pool, the host tier of each of its page groups.
       jobs: the worker's jobs.
       worker_id: for the tiers.
     Raises:
@@ -58,15 +57,14 @@ class StorageStack:
         config: OffloadConfig,
         layout: KVLayout,
         *,
-        memories: Sequence[HostMemory],
-        state_memories: Sequence[HostMemory] = (),
+        memories: Sequence[Sequence[HostMemory]],
         jobs: WorkerJobs,
         worker_id: int,
     ) -> None:
         self._jobs = jobs
         self._worker_id, self._num_ranks = worker_id, layout.num_ranks
-        all_memories = [*memories, *state_memories]
-        ranks = [rank for rank in range(layout.num_ranks) if memories[0].spec.local_devices(rank)]
+        all_memories = [memory for of_pool in memories for memory in of_pool]
+        ranks = [rank for rank in range(layout.num_ranks) if all_memories[0].spec.local_devices(rank)]
         parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in ranks]
         sizes = [memory.blocks_per_chunk for memory in all_memories]
         self._copiers = make_slot_copiers(
@@ -76,7 +74,7 @@ class StorageStack:
             precompile=not config.skip_jax_precompile,
         )
         self._pools = {
-            rank: _make_pools(config, layout, rank, copiers, memories=memories, state_memories=state_memories)
+            rank: _make_pools(config, layout, rank, copiers, memories=memories)
             for rank, copiers in zip(ranks, self._copiers, strict=True)
         }
         self._num_tiers = len(config.storage_tiers)
@@ -245,29 +243,28 @@ def _make_pools(
     rank: int,
     copiers: Sequence[SlotCopier],
     *,
-    memories: Sequence[HostMemory],
-    state_memories: Sequence[HostMemory],
+    memories: Sequence[Sequence[HostMemory]],
 ) -> list[SlotPool]:
-    """The slots of a rank: of chunks, and of states if there are any.
+    """By pool, the slots of a rank.
 
     Args:
       config: the settings.
       layout: what a block is made of.
       rank: the rank.
       copiers: its copiers, one for each memory.
-      memories, state_memories: as of `StorageStack`.
+      memories: as of `StorageStack`.
     """
-    pools = [SlotPool(rank=rank, memories=memories, copiers=copiers[: len(memories)])]
-    if state_memories:
-        states = SlotPool(
+    own = iter(copiers)
+    return [
+        SlotPool(
             rank=rank,
-            memories=state_memories,
-            copiers=copiers[len(memories) :],
-            first_slot=config.host_chunks(layout),
-            num_parts=config.records_per_state(layout),
+            memories=of_pool,
+            copiers=[*itertools.islice(own, len(of_pool))],
+            first_slot=first_slot,
+            num_parts=config.records_per_state(layout) if pool == Pool.STATES else 0,
         )
-        pools.append(states)
-    return pools
+        for pool, (first_slot, of_pool) in enumerate(zip(config.first_slots(layout), memories, strict=True))
+    ]
 
 
 def _fingerprint(config: OffloadConfig, layout: KVLayout, pools: Sequence[SlotPool], parts: Sequence[Part]) -> bytes:
