@@ -325,8 +325,8 @@ def backtracking(clock: Clock) -> float:
     rng = clock.random
     tasks = [clock.blocks(rng.randint(5, 20)) for _ in range(20)]
 
-    def start() -> Event:
-        way = [rng.choice(tasks) + clock.blocks(rng.randint(2, 10))]  # the prompts so far, each of which begins the next
+    def start() -> Event:  # a way is the prompts so far, each of which begins the next
+        way = [rng.choice(tasks) + clock.blocks(rng.randint(2, 10))]
         num_left = int(rng.lognormvariate(3, 0.7))
 
         def step(way: list[Blocks]) -> Event:
@@ -367,7 +367,7 @@ def evaluation(clock: Clock) -> float:
 
 
 def tenants(clock: Clock) -> float:
-    """Tenants with documents of their own, of which a question has a few in random order, and perhaps another follows."""
+    """Tenants with documents of their own: a question has a few in random order, and another may follow."""
     rng = clock.random
     systems = [clock.blocks(rng.randint(2, 10)) for _ in range(30)]
     documents = [[clock.blocks(rng.randint(3, 25)) for _ in range(60)] for _ in systems]
