@@ -133,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = [*traffic.KINDS, traffic.CHANGING]
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="traces, beside the generated traffic")
     parser.add_argument("--halves", action="store_true", help="also each half of a trace, alone")
-    parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)
+    all_kinds = [*kinds, *traffic.HELD_OUT]
+    parser.add_argument("--kinds", nargs="*", choices=all_kinds, default=kinds, help="default: all not held out")
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
     parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
     parser.add_argument("--hbm-share", type=_share, default=0.05, help="size of HBM, as a share of the blocks")

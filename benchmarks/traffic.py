@@ -320,11 +320,84 @@ KINDS = {
 CHANGING = "changing"
 
 
+def backtracking(clock: Clock) -> float:
+    """Agents that search: they go deeper, go back and try another way, or split; a judge reads the end of each way."""
+    rng = clock.random
+    tasks = [clock.blocks(rng.randint(5, 20)) for _ in range(20)]
+
+    def start() -> Event:  # a way is the prompts so far, each of which begins the next
+        way = [rng.choice(tasks) + clock.blocks(rng.randint(2, 10))]
+        num_left = int(rng.lognormvariate(3, 0.7))
+
+        def step(way: list[Blocks]) -> Event:
+            def take(time_s: float) -> Blocks:
+                nonlocal num_left
+                num_left -= 1
+                kept = way
+                if rng.random() < 0.25:
+                    kept = way[: max(1, len(way) - 1 - int(rng.expovariate(1 / 2)))]
+                deeper = [*kept, kept[-1] + clock.blocks(rng.randint(1, 4))]
+                if num_left > 0:
+                    for _ in range(2 if rng.random() < 0.15 else 1):
+                        pause_s = rng.expovariate(1 / 6) if rng.random() < 0.9 else rng.expovariate(1 / 60)
+                        clock.at(time_s + pause_s, step(deeper))
+                else:
+                    clock.at(time_s + rng.expovariate(1 / 120), _ask(clock, deeper[-1], 2))
+                return deeper[-1] + clock.blocks(1)
+
+            return take
+
+        return step(way)
+
+    clock.arrivals(0.2, 1500, start)
+    return 1500
+
+
+def evaluation(clock: Clock) -> float:
+    """Evaluations: the questions of each share a few-shot head, and each is asked four times, in random order."""
+    rng = clock.random
+    for _ in range(24):
+        head = clock.blocks(rng.randint(8, 60))
+        start_s, duration_s = rng.uniform(0, 3000), rng.uniform(300, 1500)
+        for _ in range(60):
+            question = head + clock.blocks(rng.randint(1, 4))
+            for _ in range(4):
+                clock.at(start_s + rng.uniform(0, duration_s), _ask(clock, question, 1))
+    return 4500
+
+
+def tenants(clock: Clock) -> float:
+    """Tenants with documents of their own: a question has a few in random order, and another may follow."""
+    rng = clock.random
+    systems = [clock.blocks(rng.randint(2, 10)) for _ in range(30)]
+    documents = [[clock.blocks(rng.randint(3, 25)) for _ in range(60)] for _ in systems]
+    weights = [1 / (i + 1) for i in range(60)]
+
+    def ask(time_s: float, prompt: Blocks) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, 2))
+        if rng.random() < 0.4:
+            clock.at(time_s + rng.lognormvariate(3.7, 0.9), lambda t: ask(t, prompt + clock.blocks(1)))
+        return prompt + clock.blocks(1)
+
+    def start() -> Event:
+        tenant = rng.choices(range(30), weights[:30])[0]
+        found = dict.fromkeys(rng.choices(range(60), weights, k=rng.randint(2, 5)))
+        prompt = systems[tenant] + [block for i in found for block in documents[tenant][i]]
+        return lambda t: ask(t, prompt)
+
+    clock.arrivals(2, 1800, start)
+    return 1800
+
+
+# Kinds by which no policy was changed: they judge it.
+HELD_OUT = {kind.__name__: kind for kind in (backtracking, evaluation, tenants)}
+
+
 def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
     """The requests of a kind: time in seconds, and blocks. `changing` is chat, then documents, then the loop."""
     if kind != CHANGING:
         clock = Clock(seed)
-        return clock.play(KINDS[kind](clock))
+        return clock.play((KINDS | HELD_OUT)[kind](clock))
     served: list[tuple[float, Blocks]] = []
     for part in ("chat", "documents", "loop"):
         start_s = served[-1][0] if served else 0.0
@@ -342,7 +415,7 @@ def lines(kind: str, *, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=[*KINDS, CHANGING])
+    parser.add_argument("kind", choices=[*KINDS, CHANGING, *HELD_OUT])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     for line in lines(args.kind, seed=args.seed):

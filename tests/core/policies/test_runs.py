@@ -94,6 +94,29 @@ def test_the_class_that_is_used_again_is_last(queues) -> None:
     assert in_order(queues) == [never, soon]
 
 
+def test_the_age_of_a_slice_is_that_of_what_is_left_of_it(queues) -> None:
+    """Class 0 is always used at an age of 22,000, class 1 every other time: the next use of the older run is near."""
+    queues.resize(160_000)
+    queues.advance(runs._MIN_SLICE)  # the slices from now on have 10,000
+    gone = begin(queues, 0)
+    queues.advance(9000)
+    left = begin(queues, 0)
+    for i in range(300):
+        queues._lifetimes.end(0, 1, 22_000, used=True)
+        queues._lifetimes.end(1, 1, 22_000, used=i % 2 == 0)
+    queues.advance(1000)
+    queues.advance(12_000)
+    queues.end(gone, 1, used=True)
+    gone.ticket += 1
+    queues.advance(3000)
+    young = begin(queues, 1)
+    queues.advance(5000)
+    queues.reorder()
+    assert queues.now - left.time == 21_000, "but the middle of its slice is 25,000 old"
+    assert in_order(queues) == [young, left]
+    queues.check_invariants([left, young])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_chunks", [10, 1000, 20_000])
 def test_queues_hold_what_a_plain_list_holds(queues, seed, num_chunks) -> None:
@@ -135,7 +158,10 @@ def check(queues: RunQueues, lives: list[Run], placed: list[Run]) -> None:
     found = in_order(queues)
     assert len(found) == len(placed)
     assert {id(run) for run in found} == {id(run) for run in placed} == queues.waiting()
-    worths = [worth_of(queues, run) for run in found]
+    times: dict[int, list[int]] = {}  # of the chunks of each slice
+    for run in lives:
+        times.setdefault(id(queues._slice_of(run)), []).extend([run.time] * len(run.keys))
+    worths = [worth_of(queues, run, times[id(queues._slice_of(run))]) for run in found]
     assert worths == sorted(worths)
     for class_id in range(3):
         starts = [queues._slice_of(run).start for run in sorted(placed, key=lambda run: run.time)]
@@ -145,12 +171,10 @@ def check(queues: RunQueues, lives: list[Run], placed: list[Run]) -> None:
         assert queues._slice_of(run).start <= run.time
 
 
-def worth_of(queues: RunQueues, run: Run) -> float:
-    part = queues._slice_of(run)
-    place = queues._slices.index(part)
-    end = queues._slices[place + 1].start if place + 1 < len(queues._slices) else queues._now
-    assert run.time <= end
-    return queues._lifetimes.hit_density([queues._now - (part.start + end) // 2])[0][run.class_id]
+def worth_of(queues: RunQueues, run: Run, times: list[int]) -> float:
+    """The value of a run: by the mean age of what is left of its slice."""
+    assert run.time <= queues.now
+    return queues._lifetimes.hit_density([queues.now - sum(times) // len(times)])[0][run.class_id]
 
 
 def test_slices_stay_few_and_young_ones_are_not_merged(queues) -> None:

@@ -9,7 +9,6 @@ others followed becomes a leaf. That run is the next victim if its value is the 
 """
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import final
@@ -92,21 +91,41 @@ type Queue = deque[tuple[Run, int]]
 
 @final
 class _Slice:
-    """A time slice, and the lifetimes that began in it, by class."""
+    """A time slice, and the lifetimes that began in it, by class.
 
-    __slots__ = ("alive", "first", "merged", "queues", "start", "values")
+    Attributes:
+      start: when it begins; it ends where the next one begins.
+      alive: chunks of each class whose lifetimes began in it and still run.
+      begun: the sum of the times when these began, over all classes.
+      queues: the runs that await eviction, by class or part.
+      first: when the queues were last sorted, the number of its first queue, and
+      values: the values of the runs in each.
+      merged: the later slice that it was merged into.
+    """
+
+    __slots__ = ("alive", "begun", "first", "merged", "queues", "start", "values")
 
     def __init__(self, start: int, *, num_classes: int, num_queues: int) -> None:
         self.start = start
-        self.alive = [0] * num_classes  # chunks
+        self.alive = [0] * num_classes
+        self.begun = 0
         self.queues: list[Queue] = [deque() for _ in range(num_queues)]
-        # When the queues were last sorted: the number of its first queue, and the values of the runs in each.
         self.first = 0
         self.values: list[float] = []
-        self.merged: _Slice | None = None  # the later slice that it was merged into
+        self.merged: _Slice | None = None
+
+    def mean_time(self, end: int) -> int:
+        """When its running lifetimes began, on average; the middle of the slice, which ends then, if it has none.
+
+        The oldest are used first, so what is left may have begun long after the middle. In a loop just these are used
+        next, and would seem to be overdue.
+        """
+        num_alive = sum(self.alive)
+        return self.begun // num_alive if num_alive else (self.start + end) // 2
 
     def take_in(self, older: "_Slice") -> None:
         self.start = older.start
+        self.begun += older.begun
         self.alive = [a + b for a, b in zip(self.alive, older.alive, strict=True)]
         for mine, theirs in zip(self.queues, older.queues, strict=True):
             if theirs:
@@ -189,6 +208,7 @@ class RunQueues:
         run.time = self._now
         run.slice = self._slices[-1]
         run.slice.alive[class_id] += len(run.keys)
+        run.slice.begun += len(run.keys) * run.time
 
     def end(self, run: Run, num_chunks: int, *, used: bool) -> None:
         """Ends the lifetime of chunks of a run, by a use or because they are forgotten."""
@@ -210,7 +230,9 @@ class RunQueues:
                 time_slice = self._slice_of(run)
             run.slice = newest
         time_slice.alive[run.class_id] -= num_chunks
+        time_slice.begun -= num_chunks * run.time
         newest.alive[class_id] += num_chunks
+        newest.begun += num_chunks * now
         begun = run.time, run.class_id
         self._lifetimes.end(
             run.class_id, num_chunks, now - run.time, used=True, in_hbm=in_hbm, goes_on=begun == self._last_used
@@ -223,7 +245,9 @@ class RunQueues:
 
     def resize_run(self, run: Run, num_chunks: int) -> None:
         """A run has become longer or shorter by this many chunks, without a use."""
-        self._slice_of(run).alive[run.class_id] += num_chunks
+        time_slice = self._slice_of(run)
+        time_slice.alive[run.class_id] += num_chunks
+        time_slice.begun += num_chunks * run.time
 
     def change_class(self, run: Run, class_id: int) -> None:
         """A run belongs to another class since its lifetime began. It is to be placed again."""
@@ -249,8 +273,8 @@ class RunQueues:
         """Sorts all queues by value. O(queues)."""
         self._ordered = True
         slices = self._slices
-        starts = [time_slice.start for time_slice in slices] + [self._now]
-        ages = [self._now - (a + b) // 2 for a, b in itertools.pairwise(starts)]
+        ends = [time_slice.start for time_slice in slices[1:]] + [self._now]
+        ages = [self._now - time_slice.mean_time(end) for time_slice, end in zip(slices, ends, strict=True)]
         if self._now >= self._next_learn:
             elapsed, self._last_learn = self._now - self._last_learn, self._now
             self._next_learn = self._now + self._learn_every
@@ -274,10 +298,14 @@ class RunQueues:
     def check_invariants(self, runs: Sequence[Run]) -> None:
         """Raises AssertionError unless exactly the lifetimes of these runs are running. For tests."""
         alive: dict[tuple[int, int], int] = {}
+        begun: dict[int, int] = {}
         for run in runs:
-            where = id(self._slice_of(run)), run.class_id
+            slice_id = id(self._slice_of(run))
+            begun[slice_id] = begun.get(slice_id, 0) + len(run.keys) * run.time
+            where = slice_id, run.class_id
             alive[where] = alive.get(where, 0) + len(run.keys)
         for time_slice in self._slices:
+            assert begun.get(id(time_slice), 0) == time_slice.begun, "a lifetime began at another time"
             for class_id, num_alive in enumerate(time_slice.alive):
                 assert alive.pop((id(time_slice), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
         assert not any(alive.values()), "a lifetime is in a slice that does not exist"
