@@ -192,7 +192,7 @@ class Model:
         if num_tokens % chunk_tokens:
             raise Violation(f"{request.name} is promised windows up to token {num_tokens}, which is inside a chunk")
         promise = self.scheduler._requests[request.name].promise
-        checkpoint = promise.checkpoint if promise is not None else None
+        checkpoint = promise.held.checkpoint if promise is not None else None
         if checkpoint is None or last_block_hash(checkpoint.key) != request.hashes[num_tokens // self.block_size - 1]:
             raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
         if not self.unreadable.isdisjoint(checkpoint.slots):
@@ -602,7 +602,7 @@ class Model:
         jobs = {(job.job_id, job.direction) for job in scheduler._jobs if not job.kind.of_swap}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
         promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
-        promised |= {(load.account, Direction.LOAD) for load in scheduler._queue}
+        promised |= {(load.held.account, Direction.LOAD) for load in scheduler._queue}
         out = {(name, Direction.LOAD) for name in swap._swapped}
         waiting = []
         for kind, breakers, probes in (

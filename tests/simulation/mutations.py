@@ -75,29 +75,30 @@ MUTATIONS = (
     Mutation(
         "a failed load keeps its staging blocks",
         "Completion.complete",
-        "self._staging.release(...)",
+        "self.release(...)",
         """
-        if job.state is not JobState.FAILED or job.kind.writes_host:
-            _0
+        if job.state is JobState.FAILED and not job.kind.writes_host:
+            job.held.num_staging_blocks = 0
+        _0
         """,
     ),
     Mutation(
         "staging blocks of a cancelled load are released twice",
         "Completion.complete",
-        "self._staging.release(...)",
+        "self.release(...)",
         """
         _0
         if job.state is JobState.CANCELLED:
-            _0
+            self._staging.release(job.held.account, job.held.num_staging_blocks, job.direction)
         """,
     ),
     Mutation(
         "the unpin is skipped when a load fails",
         "Completion.complete",
-        "self._index.unpin(...)",
+        "self.release(...)",
         """
-        if job.state is not JobState.FAILED:
-            _0
+        job.held.are_pinned &= job.state is not JobState.FAILED
+        _0
         """,
     ),
     Mutation("a late load is not cancelled on the workers", "Transfers.ended", "self._to_cancel[_] = _", "pass"),
@@ -113,12 +114,12 @@ MUTATIONS = (
         "self._waiting.remove(...)",
         "pass",
     ),
-    Mutation("a failed save is published", "Transfers._bad_chunks", "return list(range(_))", "return []"),
+    Mutation("a failed save is published", "Transfers._bad_slots", "return set(job.slots)", "return _NO_SLOTS"),
     Mutation(
         "the failed chunks of a partly failed save are published",
-        "Transfers._bad_chunks",
-        "return sorted(_)",
-        "return []",
+        "Transfers._bad_slots",
+        "return {_1[_2] for _2 in job.failed_blocks}",
+        "return _NO_SLOTS",
     ),
     Mutation("a partly failed load is used up to the last hole", "Transfers._resume_request", "min(_1)", "max(_1)"),
     Mutation(
@@ -240,7 +241,7 @@ MUTATIONS = (
         """,
         "...",
     ),
-    Mutation("a match does not pin", "LoadPlanner.match", "self._index.pin(...)", ""),
+    Mutation("a match does not pin", "LoadPlanner._hold", "self._index.pin(...)", ""),
     Mutation(
         "a request is promised its last token",
         "LoadPlanner._num_loadable",
@@ -255,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the untaken rest of a promise stays reserved",
-        "LoadPlanner.admit",
+        "Completion.release_rest",
         "_.num_staging_blocks - _",
         "0",
     ),
@@ -267,16 +268,22 @@ MUTATIONS = (
     ),
     Mutation(
         "the chunks of an abandoned load stay pinned",
-        "Transfers.detach",
-        "self._index.unpin(...)",
-        "",
+        "LoadQueue.remove",
+        "self._release(...)",
+        """
+        load.held.are_pinned = False
+        _0
+        """,
     ),
     Mutation("a waiting load is never abandoned", "LoadQueue.overdue", "now_s >= _.waits_until_s or ...", "False"),
     Mutation(
         "an abandoned load keeps its staging blocks",
         "LoadQueue.remove",
-        "self._staging.release(...)",
-        "",
+        "self._release(...)",
+        """
+        load.held.num_staging_blocks = 0
+        _0
+        """,
     ),
     # Saves.
     Mutation(
@@ -322,8 +329,8 @@ MUTATIONS = (
     Mutation("early saves are copied after the step", "SavePlanner.plan", "JobKind.EARLY_SAVE", "JobKind.SAVE"),
     Mutation(
         "blocks of a timed-out swap are free immediately",
-        "Completion.complete",
-        "not (timed_out and ...)",
+        "Completion.release",
+        "not (late_account and ...)",
         "True",
     ),
     Mutation(
@@ -350,8 +357,8 @@ MUTATIONS = (
     Mutation(
         "blocks are swapped in from the wrong positions",
         "SwappedRequest.copies_back",
-        "_1.pool_blocks[0][_2]",
-        "_1.pool_blocks[0][_2 // 2]",
+        "pool_blocks[0][_1]",
+        "pool_blocks[0][_1 // 2]",
     ),
     Mutation(
         "a failed swap-out counts as finished",
@@ -376,7 +383,15 @@ MUTATIONS = (
         """,
         "pass",
     ),
-    Mutation("an aborted request keeps its blocks in the swap pool", "RequestSwap.forget", "self._jobs.release(_)", ""),
+    Mutation(
+        "an aborted request keeps its blocks in the swap pool",
+        "RequestSwap.forget",
+        "self._release(_)",
+        """
+        swapped.held.pool_blocks = ()
+        _0
+        """,
+    ),
     Mutation(
         "a free block of the swap pool is found by its hash",
         "SwapPool.release",
@@ -390,20 +405,23 @@ MUTATIONS = (
     Mutation("a request is promised a chunk that failed for it", "LoadPlanner.match", "had_failed_load", "False"),
     Mutation(
         "the failed chunks of a load that begins inside a chunk are off by its offset",
-        "Transfers._chunk_of",
-        "_ % self._blocks_per_chunk + _1",
-        "_1",
+        "Transfers._slots_of",
+        "_1.slots_of(_2)",
+        "_1.slots_of([place - _2[0] % _1.slot_blocks for place in _2])",
     ),
     Mutation(
         "the probe of a released promise is not withdrawn",
         "LoadPlanner.release",
-        "self._breaker.cancel_probe(...)",
-        "pass",
+        "self._completion.release(...)",
+        """
+        promise.held.probe = None
+        _0
+        """,
     ),
     Mutation(
         "a load in pieces has the time of one", "LoadQueue._send", "self._timeout_s * num_pieces", "self._timeout_s"
     ),
-    Mutation("a load loses the probe of its promise", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
+    Mutation("a load loses the probe of its promise", "JobTable.plan", "held.breaker.hand_over(...)", "pass"),
     Mutation(
         "blocks from before a reset are found in the swap pool",
         "RequestSwap.reset",
@@ -416,20 +434,29 @@ MUTATIONS = (
     Mutation(
         "the probe of an ended request is not withdrawn",
         "RequestSwap.forget",
-        "self._breakers[_].cancel_probe(...)",
-        "pass",
+        "self._release(_)",
+        """
+        swapped.held.probe = None
+        _0
+        """,
     ),
     Mutation(
         "the probe of a lost request is not withdrawn",
         "RequestSwap._mark_lost",
-        "self._breakers[_].cancel_probe(...)",
-        "",
+        "self._release(_)",
+        """
+        swapped.held.probe = None
+        _0
+        """,
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
         "Completion.complete",
-        "job.breaker.cancel_probe(...)",
-        "pass",
+        "self.release(...)",
+        """
+        job.held.probe = None
+        _0
+        """,
     ),
     # Lost caches, and plans in flight.
     Mutation(
@@ -642,26 +669,38 @@ MUTATIONS = (
     ),
     Mutation("the slots of a held checkpoint are free", "CheckpointTable._unref", "not _.num_holds", "True"),
     Mutation(
-        "a promise does not hold its checkpoint", "LoadPlanner.match", "self._index.checkpoints.hold(...)", "pass"
+        "a promise does not hold its checkpoint", "LoadPlanner._hold", "self._index.checkpoints.hold(...)", "pass"
     ),
     Mutation(
-        "a released promise holds its checkpoint", "LoadPlanner.release", "self._index.checkpoints.release(...)", "pass"
+        "a released promise holds its checkpoint",
+        "LoadPlanner.release",
+        "self._completion.release(...)",
+        """
+        promise.held.checkpoint = None
+        _0
+        """,
     ),
     Mutation(
-        "an abandoned load holds its checkpoint", "Transfers.detach", "self._index.checkpoints.release(...)", "pass"
+        "an abandoned load holds its checkpoint",
+        "LoadQueue.remove",
+        "self._release(...)",
+        """
+        load.held.checkpoint = None
+        _0
+        """,
     ),
     Mutation(
         "a load that has ended holds its checkpoint",
-        "Completion.complete",
+        "Completion.release",
         "self._index.checkpoints.release(...)",
         "pass",
     ),
     Mutation("a checkpoint with a failed piece is kept", "CheckpointTable.complete", "self.drop(_)", "pass"),
     Mutation(
         "the failed pieces of a partly failed save are published",
-        "Transfers._end_checkpoint_save",
-        "bad.update(...)",
-        "pass",
+        "Pieces.end",
+        "self._checkpoints.complete(_1, success=False, quarantine=quarantine)",
+        "self._checkpoints.complete(_1, success=True)",
     ),
     Mutation(
         "a failed state is taken for a chunk",
@@ -673,13 +712,13 @@ MUTATIONS = (
     Mutation(
         "a piece that a load could not read is found again",
         "Transfers.ended",
-        "self._index.checkpoints.lose_pieces(...)",
+        "self._lose_pieces(...)",
         "pass",
     ),
     Mutation(
         "a load whose checkpoint was lost counts as finished",
-        "Transfers._fail_in",
-        "_1 or overlaps(read, first, end)",
+        "Holdings.touches",
+        "_1 or ...",
         "_1",
     ),
     Mutation(

@@ -25,7 +25,7 @@ from tpu_offload.core.transfers import Transfers
 @pytest.fixture
 def bug(monkeypatch):
     """A bug: failed saves are published."""
-    monkeypatch.setattr(Transfers, "_bad_chunks", lambda self, job: [])
+    monkeypatch.setattr(Transfers, "_bad_slots", lambda self, job: set())
 
 
 def first_failing(num_steps=200):

@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "a promotion that failed is published",
         "StorageReads.ended",
-        "[chunk for i, chunk in enumerate(chunks) if i not in bad]",
-        "chunks",
+        "{slot for i, slot in enumerate(job.slots) if i in bad}",
+        "set()",
     ),
     Mutation(
         "a write that failed counts as stored",
@@ -153,9 +153,9 @@ HARD_MUTATIONS = (
 CHECKPOINT_MUTATIONS = (
     Mutation(
         "a piece that could not be read is published",
-        "StorageReads._remove",
-        "self._index.checkpoints.complete(_1, success=False, quarantine=_2)",
-        "self._index.checkpoints.complete(_1, success=True)",
+        "StorageReads._publish",
+        "job.writes.end(_1, bad, ...)",
+        "job.writes.end(_1, (), ...)",
     ),
     Mutation(
         "a request waits for its target for ever",

@@ -18,9 +18,10 @@ from typing import final
 from tpu_offload.core.block_tables import read_ids, read_tokens
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
+from tpu_offload.core.host_contents import Pieces
 from tpu_offload.core.index import ChunkState, NewPiece
-from tpu_offload.core.jobs import label_of
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.save_batch import SaveJobs
 from tpu_offload.core.tier_groups import CheckpointGroup
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CopyPart, Direction, JobKind
@@ -50,8 +51,7 @@ class CheckpointSaves:
 
     def __init__(self, context: TierContext) -> None:
         self._index = context.index
-        self._jobs = context.jobs
-        self._staging = context.staging
+        self._jobs = SaveJobs(context, _ACCOUNT, Pieces(context.index))
         self._counts = context.counts
         self._breaker = context.breakers[Direction.SAVE]
         self._size = context.blocks_per_chunk
@@ -165,18 +165,15 @@ class CheckpointSaves:
             if slots:
                 places = group.places(slots, num_blocks=len(blocks))
                 parts.append(CopyPart(group_id=group.group_id, block_ids=tuple(blocks), host_block_ids=places))
-        num_blocks = batch.num_chunks * self._size  # that are staged
-        job = self._jobs.plan(
+        self._jobs.plan(
             kind,
-            tuple(parts),
-            request=label_of(batch.request_ids),
-            account=_ACCOUNT,
-            slots=tuple(slot for slots in batch.slots for slot in slots),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks) if num_blocks else 0,
-            breaker=self._breaker,
+            parts,
+            (),
+            [slot for slots in batch.slots for slot in slots],
+            num_staged_blocks=batch.num_chunks * self._size,
+            request_ids=batch.request_ids,
             deadline_s=deadline_s,
         )
-        self._breaker.begin(job.job_id)
 
     def _begin(self, request: RequestState, tail: Tail, room: int) -> list[NewPiece] | None:
         """Begins one checkpoint; returns the pieces to save for it, None if it is dropped."""

@@ -1,31 +1,33 @@
-"""The end of every job, of any kind: counts and logs it, updates its circuit breaker and releases what it held.
+"""Gives back what transfers hold, and ends every job, of any kind: counts it, logs it, updates its circuit breaker.
 
-A planned job owns staging blocks, pins in the host tier and places in the swap pool, and holds them until it ends,
-even if its request ends before. Copies of a job that timed out may still run. Until every worker has finished with it,
-the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in quarantine
-(`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
+What a promise, a waiting load, a job or a swapped-out request holds is its `Holdings`; nothing else releases staging
+blocks, pins, holds of checkpoints, places in the swap pool or the probe of a breaker. A planned job keeps them until it
+ends, even if its request ends before. Copies of a job that timed out may still run. Until every worker has finished
+with it, the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in
+quarantine (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """
 
 import logging
 from typing import final
 
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import JobKind, JobState
+from tpu_offload.types import Direction, JobKind, JobState
 
 _logger = logging.getLogger(__name__)
 
 
 @final
 class Completion:
-    """Ends jobs.
+    """Releases what transfers hold, and ends jobs.
 
     Args:
       staging: staging blocks are released here.
-      index: chunks are unpinned here, and slots leave quarantine.
+      index: chunks are unpinned here, checkpoints released, and slots leave quarantine.
       pool: places of the swap pool are released here.
       counts: the counters to increment.
       timeout_s: for the log.
@@ -40,20 +42,52 @@ class Completion:
         self._counts = counts
         self._timeout_s = timeout_s
 
+    def release(self, held: Holdings, *, late_account: str = "", sweep: bool = True) -> None:
+        """Releases all that a transfer holds; it has ended, at whichever stage.
+
+        Args:
+          held: what it holds.
+          late_account: of a job that timed out, whose copies may still run: keeps for `release_late` what these need.
+            Its staging blocks go to this account, because its request may reserve again.
+          sweep: see `ChunkIndex.unpin`.
+        """
+        if held.num_staging_blocks:
+            self._staging.release(held.account, held.num_staging_blocks, held.direction)
+            if late_account:
+                held.account = late_account
+                self._staging.reserve_late(late_account, held.num_staging_blocks, held.direction)
+        if held.are_pinned:
+            self._index.unpin(held.keys, sweep=sweep)
+        if held.checkpoint is not None:
+            self._index.checkpoints.release(held.checkpoint)
+        if held.pool_blocks and not (late_account and held.direction is Direction.SAVE):
+            self._pool.release(held.pool_blocks)
+        held.breaker.cancel_probe(held.probe)
+
+    def release_rest(self, held: Holdings, *, num_chunks: int, num_staging_blocks: int) -> None:
+        """A load takes only the first chunks of those promised: releases what it does not need."""
+        self._staging.release(held.account, held.num_staging_blocks - num_staging_blocks, held.direction)
+        held.num_staging_blocks = num_staging_blocks
+        if num_chunks < len(held.keys):
+            promised, held.keys = held.keys, held.keys[:num_chunks]
+            held.slots = held.slots[:num_chunks]
+            self._index.pin(held.keys)
+            self._index.unpin(promised)
+
+    def release_late(self, job: Job) -> None:
+        """Releases what a job that timed out still holds: no worker copies anything of it any more."""
+        held = job.held
+        self._staging.release(held.account, held.num_staging_blocks, held.direction)
+        if job.kind.writes_host:
+            if held.slots:
+                self._index.end_quarantine(held.slots)
+            if held.pool_blocks:
+                self._pool.release(held.pool_blocks)
+
     def complete(self, job: Job) -> None:
         """Ends a job; its state is final."""
-        timed_out, kind = job.state is JobState.TIMED_OUT, job.kind
+        timed_out, kind, breaker = job.state is JobState.TIMED_OUT, job.kind, job.held.breaker
         failed = job.state is JobState.FAILED and (job.copy_failed or not job.is_void)
-        if job.account:
-            self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
-            if timed_out:  # under an account of its own: its request may reserve again
-                self._staging.reserve_late(late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.keys and not kind.writes_host and not kind.of_storage:
-            self._index.unpin(job.keys, sweep=False)
-        if job.checkpoint is not None:
-            self._index.checkpoints.release(job.checkpoint)
-        if job.pool_blocks and not (timed_out and kind.writes_host):
-            self._pool.release(job.pool_blocks)
         if timed_out:
             # A lookup has a deadline of its own.
             after = "" if kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
@@ -64,23 +98,7 @@ class Completion:
             self._counts.num_timed_out_jobs += timed_out
             self._counts.num_failed_jobs += 1
         if job.state is JobState.FINISHED:
-            job.breaker.succeeded(job.job_id)
+            breaker.succeeded(job.job_id)
         elif job.copy_failed:
-            job.breaker.failed(job.job_id, job.error)
-        else:
-            job.breaker.cancel_probe(job.job_id)
-
-    def release_late(self, job: Job) -> None:
-        """Releases what a job that timed out still holds: no worker copies anything of it any more."""
-        if job.account:
-            self._staging.release(late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.kind.writes_host:
-            if job.slots:
-                self._index.end_quarantine(job.slots)
-            if job.pool_blocks:
-                self._pool.release(job.pool_blocks)
-
-
-def late_account(job: Job) -> str:
-    """The holder of the staging blocks of a job that timed out."""
-    return f"late job {job.job_id}"
+            breaker.failed(job.job_id, job.error)
+        self.release(job.held, late_account=f"late job {job.job_id}" if timed_out else "", sweep=False)

@@ -38,6 +38,7 @@ class TierContext:
       balance: with states, decides how the host tier is divided.
       staging: the staging buffer.
       swap_pool: host memory of swapped-out requests.
+      completion: gives back what they hold, and ends jobs.
       jobs: those in flight.
       requests: the tracked ones.
       keys: the namespace of chunk keys.
@@ -57,6 +58,7 @@ class TierContext:
     balance: PoolBalance | None
     staging: Staging
     swap_pool: SwapPool
+    completion: Completion
     jobs: JobTable
     requests: RequestTable
     keys: KeySpace
@@ -119,6 +121,7 @@ class TierContext:
             balance=balance,
             staging=staging,
             swap_pool=swap_pool,
+            completion=completion,
             jobs=JobTable(
                 layout, num_workers=num_workers, complete=completion.complete, release_late=completion.release_late
             ),

@@ -5,13 +5,12 @@ import itertools
 from collections.abc import Iterable
 
 from tpu_offload import hashing
-from tpu_offload.core.completion import late_account
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import TierEvent, TierEventKind
 from tpu_offload.core.index import Changes, Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
-from tpu_offload.core.load_stages import WaitingLoad
+from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
@@ -102,30 +101,30 @@ def check_invariants(
     piece_slots = storage.pending_pieces()  # and of pieces of checkpoints that are being saved
     num_late, late_slots = 0, storage.late_slots()
     for job in context.jobs.of(*TRANSFERS):
-        account = job.account, job.direction
-        held[account] = held.get(account, 0) + job.wire.num_staging_blocks
-        if job.saves_checkpoints:
-            piece_slots.update(job.slots)
-        elif job.direction is Direction.SAVE:
-            pending += job.keys
-        else:
+        account = job.held.account, job.direction
+        held[account] = held.get(account, 0) + job.held.num_staging_blocks
+        if job.writes is None:
             loads.append(job)
+        else:
+            chunks, pieces = job.writes.pending(job.held)
+            pending += chunks
+            piece_slots.update(pieces)
     for waiting in queue:
-        held[waiting.account, Direction.LOAD] = waiting.num_staging_blocks
+        held[waiting.held.account, Direction.LOAD] = waiting.held.num_staging_blocks
         assert requests[waiting.request_id].load is waiting, "a queued load that no request waits for"
     for job in context.jobs.late(*TRANSFERS):
-        num_late += job.wire.num_staging_blocks
-        assert buffer.held(late_account(job), job.direction) == job.wire.num_staging_blocks
+        num_late += job.held.num_staging_blocks
+        assert buffer.held(job.held.account, job.direction) == job.held.num_staging_blocks
         if job.direction is Direction.SAVE:
             late_slots += job.slots
     holds: dict[Checkpoint, int] = {}
     promises = [(request, request.promise) for request in requests.values() if request.promise]
     for request, promise in promises:
-        held[request.account, Direction.LOAD] = promise.num_staging_blocks
-    for keys in (*(load.keys for load in loads), *(promise.keys for _, promise in promises)):
+        held[request.account, Direction.LOAD] = promise.held.num_staging_blocks
+    for reads in (*(load.held for load in loads), *(promise.held for _, promise in promises)):
+        keys, checkpoint = reads.keys, reads.checkpoint
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
-    for checkpoint in (*(load.checkpoint for load in loads), *(promise.checkpoint for _, promise in promises)):
         assert (checkpoint is None) == (not context.checkpoint_groups), "a load with windows or states has a checkpoint"
         if checkpoint is not None:
             holds[checkpoint] = holds.get(checkpoint, 0) + 1

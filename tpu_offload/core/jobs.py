@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import final
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import Checkpoint
+from tpu_offload.core.holdings import Holdings
+from tpu_offload.core.host_contents import HostContents
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
@@ -36,7 +36,7 @@ def label_of(request_ids: Sequence[str]) -> str:
 
 @final
 class Job:
-    """A job in flight, of any kind, and the resources that it holds until it ends (see `core.completion`).
+    """A job in flight, of any kind.
 
     Attributes:
       wire: what is sent to the workers.
@@ -44,15 +44,11 @@ class Job:
       kind: its kind.
       direction: which way it goes.
       label: its requests, or of a storage job what it copies, for log lines.
-      account: the holder of its staging blocks.
-      keys: chunks of the host tier that it reads and has pinned, or that it writes and has made PENDING.
-      slots: their slots.
-      pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
+      held: the resources that it holds until it ends (see `core.completion`).
+      writes: what a save or a promotion writes into the host tier; None if it writes nothing there.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
-      checkpoint: for a load with windows or states, the checkpoint that it reads; held.
       num_blocks: blocks that move.
       nbytes: bytes that move, over all devices.
-      breaker: records the outcome.
       deadline_s: time after which it counts as failed.
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
@@ -74,17 +70,13 @@ class Job:
         *,
         wire: CopyJob,
         label: str,
-        account: str,
-        keys: Sequence[ChunkKey],
-        slots: tuple[int, ...],
-        pool_blocks: tuple[tuple[int, ...], ...],
+        held: Holdings,
+        writes: HostContents | None,
         num_valid_tokens: int,
         num_blocks: int,
         nbytes: int,
-        breaker: CircuitBreaker,
         deadline_s: float,
         waiting_for: set[int],
-        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.wire = wire
         # Fields of `wire`, which are read several times for each job.
@@ -92,17 +84,13 @@ class Job:
         self.kind: JobKind = wire.kind
         self.direction: Direction = wire.kind.direction
         self.label = label
-        self.account = account
-        self.keys = keys
-        self.slots = slots
-        self.pool_blocks = pool_blocks
+        self.held = held
+        self.writes = writes
         self.num_valid_tokens = num_valid_tokens
         self.num_blocks = num_blocks
         self.nbytes = nbytes
-        self.breaker = breaker
         self.deadline_s = deadline_s
         self.waiting_for = waiting_for
-        self.checkpoint = checkpoint
         self.state: JobState = JobState.PLANNED
         self.all_failed = False
         self.failed_blocks: frozenset[int] = frozenset()
@@ -116,9 +104,19 @@ class Job:
         self.copy_s = 0.0
 
     @property
-    def saves_checkpoints(self) -> bool:
-        """Whether it saves pieces of checkpoints, which have slots and no keys of their own."""
-        return bool(self.slots) and not self.keys
+    def parts(self) -> tuple[CopyPart, ...]:
+        """What moves."""
+        return self.wire.parts
+
+    @property
+    def keys(self) -> Sequence[ChunkKey]:
+        """Chunks of the host tier that it reads or writes."""
+        return self.held.keys
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Their slots, or those of the pieces that it writes."""
+        return self.held.slots
 
     @property
     def what(self) -> str:
@@ -246,17 +244,12 @@ class JobTable:
         self,
         kind: JobKind,
         parts: tuple[CopyPart, ...],
+        held: Holdings,
         *,
         request: str,
-        breaker: CircuitBreaker,
         deadline_s: float,
-        account: str = "",
-        num_staging_blocks: int = 0,
-        keys: Sequence[ChunkKey] = (),
-        slots: tuple[int, ...] = (),
-        pool_blocks: tuple[tuple[int, ...], ...] = (),
+        writes: HostContents | None = None,
         num_valid_tokens: int = 0,
-        checkpoint: Checkpoint | None = None,
         deleted_keys: tuple[ChunkKey, ...] = (),
         clears_storage: bool = False,
         prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
@@ -268,16 +261,17 @@ class JobTable:
         Args:
           kind: its kind.
           parts: what moves.
+          held: the resources that it holds; from now on the job may be the probe of their breaker.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
-          breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
-          num_staging_blocks, deleted_keys, clears_storage, prefixes, tier_id: see `CopyJob`.
+          deadline_s, writes, num_valid_tokens: see `Job`.
+          deleted_keys, clears_storage, prefixes, tier_id: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         if kind.of_storage:  # it has no parts
             wire = CopyJob(
                 job_id=self._next_job_id,
                 kind=kind,
-                chunks=tuple(zip(keys, slots, strict=True)),
+                chunks=tuple(zip(held.keys, held.slots, strict=True)),
                 deleted_keys=deleted_keys,
                 clears_storage=clears_storage,
                 prefixes=prefixes,
@@ -289,22 +283,23 @@ class JobTable:
                 kind=kind,
                 parts=parts,
                 request_id="" if kind.writes_host and not kind.of_swap else request,
-                num_staging_blocks=num_staging_blocks,
+                num_staging_blocks=held.num_staging_blocks,
             )
+        if held.probe is None:
+            held.breaker.begin(self._next_job_id)
+        else:
+            held.breaker.hand_over(held.probe, self._next_job_id)
+        held.probe = self._next_job_id
         self._next_job_id += 1
         num_blocks, nbytes_of_parts = self._size_of(parts)
         job = Job(
             wire=wire,
             label=request,
-            account=account,
-            keys=keys,
-            slots=slots,
-            pool_blocks=pool_blocks,
+            held=held,
+            writes=writes,
             num_valid_tokens=num_valid_tokens,
-            checkpoint=checkpoint,
             num_blocks=num_blocks,
             nbytes=nbytes or nbytes_of_parts,
-            breaker=breaker,
             deadline_s=deadline_s,
             waiting_for=set(self._worker_ids),
         )

@@ -9,7 +9,7 @@ from typing import final
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
-from tpu_offload.core.load_stages import WaitingLoad
+from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.types import Direction, JobKind
 
 
@@ -24,6 +24,7 @@ class LoadQueue:
     def __init__(self, context: TierContext) -> None:
         self._jobs = context.jobs
         self._staging = context.staging
+        self._release = context.completion.release
         self._breaker = context.breakers[Direction.LOAD]
         self._timeout_s = context.config.job_timeout_s
         self._num_unstaged_groups = sum([not group.is_staged for group in context.groups])
@@ -41,12 +42,11 @@ class LoadQueue:
         self._waiting.append(load)
 
     def remove(self, load: WaitingLoad) -> None:
-        """Drops a load and releases its staging blocks."""
+        """Drops a load and releases what it holds."""
         self._waiting.remove(load)
         if not self._waiting:
             self._staging.wait_for_loads(queued=False)
-        self._breaker.cancel_probe(load.account)
-        self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)
+        self._release(load.held)
 
     def overdue(self, now_s: float) -> list[WaitingLoad]:
         """Loads that have waited too long for staging blocks, or wait while loads are suspended."""
@@ -55,7 +55,7 @@ class LoadQueue:
         return [
             load
             for load in self._waiting
-            if self._lacks_staging(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
+            if self._lacks_staging(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.held.probe))
         ]
 
     def start(self, now_s: float) -> list[Job]:
@@ -68,8 +68,8 @@ class LoadQueue:
         kept: list[WaitingLoad] = []
         for load in self._waiting:
             if self._lacks_staging(load) and not kept:
-                load.num_staging_blocks = self._staging.reserve_load(
-                    load.account, load.num_staged_blocks, next_in_line=True
+                load.held.num_staging_blocks = self._staging.reserve_load(
+                    load.held.account, load.num_staged_blocks, next_in_line=True
                 )
             if self._lacks_staging(load):
                 kept.append(load)
@@ -80,26 +80,20 @@ class LoadQueue:
         return jobs
 
     def _lacks_staging(self, load: WaitingLoad) -> bool:
-        return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
+        return not load.held.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
         num_pieces = 1 + self._num_unstaged_groups  # the row of a state may need a step of its own
-        if at_a_time := load.num_staging_blocks or self._max_blocks_per_step:
+        if at_a_time := load.held.num_staging_blocks or self._max_blocks_per_step:
             num_pieces += (load.num_staged_blocks - 1) // at_a_time
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,
+            load.held,
             request=load.request_id,
-            account=load.account,
-            keys=load.keys,
-            slots=load.slots,
             num_valid_tokens=load.num_valid_tokens,
-            checkpoint=load.checkpoint,
-            num_staging_blocks=load.num_staging_blocks,
-            breaker=self._breaker,
             deadline_s=now_s + self._timeout_s * num_pieces,
         )
         job.failed_blocks = load.failed_blocks
         job.all_failed, job.error = load.all_failed, load.error
-        self._breaker.hand_over(load.account, job.job_id)
         return job

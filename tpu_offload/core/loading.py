@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import host_blocks
-from tpu_offload.core.load_stages import Promise, WaitingLoad
+from tpu_offload.core.promises import Promise, WaitingLoad
 from tpu_offload.core.request_state import LastMatch, RequestState
 from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.errors import RequestError
-from tpu_offload.types import BlockHash, CopyPart, Direction
+from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction
 
 
 class LoadPlanner:
@@ -26,6 +27,7 @@ class LoadPlanner:
         self._index = context.index
         self._staging = context.staging
         self._breaker = context.breakers[Direction.LOAD]
+        self._completion = context.completion
         self._backoff = context.backoff
         self._costs = context.costs
         self._block_nbytes = context.layout.block_nbytes
@@ -86,21 +88,36 @@ class LoadPlanner:
         if not num_blocks:
             return 0
         end_block = first_block + num_blocks
+        num_promised = self._num_loadable(end_block, num_tokens) - num_computed_tokens
         keys = request.keys[first_block // self._blocks_per_chunk : -(-end_block // self._blocks_per_chunk)]
+        held = self._hold(request, keys, slots, checkpoint, num_staging_blocks)
+        request.promise = Promise(held, first_block=first_block, num_tokens=num_promised)
+        return num_promised
+
+    def _hold(
+        self,
+        request: RequestState,
+        keys: Sequence[ChunkKey],
+        slots: list[int],
+        checkpoint: Checkpoint | None,
+        num_staging_blocks: int,
+    ) -> Holdings:
+        """Pins what a load reads; its staging blocks are reserved already."""
         self._index.pin(keys)
-        self._breaker.begin(request.account)
-        request.promise = Promise(
-            first_block=first_block,
-            num_blocks=num_blocks,
-            num_tokens=self._num_loadable(end_block, num_tokens) - num_computed_tokens,
-            keys=keys,
-            slots=tuple(slots[: len(keys)]),
-            num_staging_blocks=num_staging_blocks,
-            checkpoint=checkpoint,
-        )
         if checkpoint is not None:
             self._index.checkpoints.hold(checkpoint)
-        return request.promise.num_tokens
+        self._breaker.begin(request.account)
+        return Holdings(
+            Direction.LOAD,
+            self._breaker,
+            probe=request.account,
+            account=request.account,
+            num_staging_blocks=num_staging_blocks,
+            keys=keys,
+            slots=tuple(slots[: len(keys)]),
+            are_pinned=True,
+            checkpoint=checkpoint,
+        )
 
     def num_cached_tokens(self, request: RequestState, block_hashes: Sequence[BlockHash], *, num_tokens: int) -> int:
         """See `OffloadScheduler.num_cached_tokens`; for a request that is in no table."""
@@ -258,11 +275,7 @@ class LoadPlanner:
         """Releases the promise, if there is one."""
         promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
-            self._index.unpin(promise.keys)
-            if promise.checkpoint is not None:
-                self._index.checkpoints.release(promise.checkpoint)
-            self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
-            self._breaker.cancel_probe(request.account)
+            self._completion.release(promise.held)
 
     def revoke(self, request: RequestState) -> None:
         """Revokes the promise; the engine may admit the request before it learns of that."""
@@ -288,7 +301,7 @@ class LoadPlanner:
         """Turns the promise into a load of its first `num_loaded_tokens` tokens and releases the rest."""
         promise = request.promise
         promised = promise.num_tokens if promise else 0
-        least = promised if promise is not None and promise.checkpoint is not None else 1
+        least = promised if promise is not None and promise.held.checkpoint is not None else 1
         if promise is None or not least <= num_loaded_tokens <= promised:
             raise RequestError(
                 f"request {request.request_id} admits {num_loaded_tokens} loaded tokens; "
@@ -300,31 +313,25 @@ class LoadPlanner:
             if len(table) < end_block:
                 raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
         parts, num_staged = self._parts(request, promise, tables, end_block)
-        num_staging_blocks = min(num_staged, promise.num_staging_blocks)
-        self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
-        first_chunk = promise.first_block // self._blocks_per_chunk
+        held = promise.held
         end_chunk = -(-end_block // self._blocks_per_chunk)
-        keys = promise.keys
-        if end_chunk - first_chunk < len(keys):
-            keys = keys[: end_chunk - first_chunk]
-            self._index.pin(keys)
-            self._index.unpin(promise.keys)
+        self._completion.release_rest(
+            held,
+            num_chunks=end_chunk - promise.first_block // self._blocks_per_chunk,
+            num_staging_blocks=min(num_staged, held.num_staging_blocks),
+        )
         self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
         request.load = load = WaitingLoad(
-            parts=tuple(parts),
-            request_id=request.request_id,
-            account=request.account,
-            keys=keys,
-            slots=promise.slots[: len(keys)],
+            request.request_id,
+            held,
+            tuple(parts),
             num_valid_tokens=promise.first_block * self._block_size,
             num_staged_blocks=num_staged,
-            num_staging_blocks=num_staging_blocks,
             waits_until_s=waits_until_s,
-            checkpoint=promise.checkpoint,
         )
-        if promise.checkpoint is not None:
-            self._index.use_checkpoint(promise.checkpoint, len(keys))
+        if held.checkpoint is not None:
+            self._index.use_checkpoint(held.checkpoint, len(held.keys))
         if promise.lost:
             load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
@@ -339,7 +346,7 @@ class LoadPlanner:
         """
         first_block = promise.first_block
         host_ids = host_blocks(
-            promise.slots,
+            promise.held.slots,
             blocks_per_chunk=self._blocks_per_chunk,
             first=first_block % self._blocks_per_chunk,
             num_blocks=end_block - first_block,
@@ -349,8 +356,8 @@ class LoadPlanner:
             block_ids = read_ids(request.request_id, table, first_block, end_block)
             parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
         num_staged = len(host_ids) * self._num_full_groups
-        if promise.checkpoint is not None:
-            pieces, num_more = self._checkpoint_parts(request, promise.checkpoint, tables, first_block, end_block)
+        if promise.held.checkpoint is not None:
+            pieces, num_more = self._checkpoint_parts(request, promise.held.checkpoint, tables, first_block, end_block)
             return parts + pieces, num_staged + num_more
         return parts, num_staged
 

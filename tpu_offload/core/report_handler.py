@@ -12,7 +12,6 @@ from typing import final
 from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.host_pools import HostPools
-from tpu_offload.core.index import overlaps
 from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.transfers import Transfers
@@ -213,10 +212,7 @@ class ReportHandler:
     def _mark_promises_lost(self, first: int, end: int) -> None:
         for request in self._requests.values():
             promise = request.promise
-            if promise is not None and (
-                overlaps(promise.slots, first, end)
-                or (promise.checkpoint is not None and overlaps(promise.checkpoint.slots, first, end))
-            ):
+            if promise is not None and promise.held.touches(first, end):
                 promise.lost = True
 
 

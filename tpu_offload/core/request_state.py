@@ -10,8 +10,8 @@ from tpu_offload.core.block_tables import Ids, read_hashes
 from tpu_offload.core.engine_api import NO_LIMITS, RequestLimits
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
-from tpu_offload.core.load_stages import Promise, WaitingLoad
 from tpu_offload.core.policies import Use
+from tpu_offload.core.promises import Promise, WaitingLoad
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import PrefixKeys, last_block_hash
 from tpu_offload.types import BlockHash, ChunkKey

@@ -1,11 +1,68 @@
-"""The chunks of one save job, as they are collected from requests."""
+"""The chunks of one save job, as they are collected from requests, and the planning of save jobs."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import final
 
 from tpu_offload.core.block_tables import plain
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.holdings import Holdings
+from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.jobs import label_of
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, CopyPart, Direction, JobKind
+
+
+@final
+class SaveJobs:
+    """Plans the save jobs of one kind of contents.
+
+    Args:
+      context: the scheduler's shared state.
+      account: the holder of their staging blocks.
+      writes: what they write.
+    """
+
+    def __init__(self, context: TierContext, account: str, writes: HostContents) -> None:
+        self._jobs = context.jobs
+        self._staging = context.staging
+        self._breaker = context.breakers[Direction.SAVE]
+        self._account = account
+        self._writes = writes
+
+    def plan(
+        self,
+        kind: JobKind,
+        parts: list[CopyPart],
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        *,
+        num_staged_blocks: int,
+        request_ids: Sequence[str],
+        deadline_s: float,
+    ) -> None:
+        """Plans a job, and reserves its staging blocks.
+
+        Args:
+          kind: a save, or an early save.
+          parts: what moves.
+          keys, slots: the PENDING chunks or pieces that it writes, see `Holdings`.
+          num_staged_blocks: blocks that move through the staging buffer, where the path has one.
+          request_ids: the requests that hold the blocks.
+          deadline_s: see `Job`.
+        """
+        num_staging_blocks = self._staging.reserve_save(self._account, num_staged_blocks) if num_staged_blocks else 0
+        held = Holdings(
+            Direction.SAVE,
+            self._breaker,
+            account=self._account,
+            num_staging_blocks=num_staging_blocks,
+            keys=tuple(keys),
+            slots=tuple(slots),
+        )
+        self._jobs.plan(
+            kind, tuple(parts), held, request=label_of(request_ids), writes=self._writes, deadline_s=deadline_s
+        )
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,9 +13,10 @@ from tpu_offload.core.checkpoint_saves import CheckpointSaves, Tail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.jobs import host_blocks, label_of
+from tpu_offload.core.host_contents import Chunks
+from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.save_batch import SaveBatch
+from tpu_offload.core.save_batch import SaveBatch, SaveJobs
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.validate import check_iterable, check_scheduled
 from tpu_offload.errors import RequestError
@@ -74,7 +75,7 @@ class SavePlanner:
     def __init__(self, context: TierContext, policy: SavePolicy) -> None:
         self._index = context.index
         self._staging = context.staging
-        self._jobs = context.jobs
+        self._jobs = SaveJobs(context, _ACCOUNT, Chunks(context.index))
         self._policy = policy
         self._breaker = context.breakers[Direction.SAVE]
         self._backoff = context.backoff
@@ -414,23 +415,19 @@ class SavePlanner:
     def _plan_job(self, kind: JobKind, batch: SaveBatch, *, deadline_s: float) -> None:
         num_blocks = len(batch.tables[0])
         host_ids = host_blocks(batch.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
-        job = self._jobs.plan(
+        parts = [
+            CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids)
+            for group_id, block_ids in enumerate(batch.tables)
+        ]
+        self._jobs.plan(
             kind,
-            tuple(
-                [
-                    CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids)
-                    for group_id, block_ids in enumerate(batch.tables)
-                ]
-            ),
-            request=label_of(batch.request_ids),
-            account=_ACCOUNT,
-            keys=tuple(batch.keys),
-            slots=tuple(batch.slots),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks * self._num_full_groups),
-            breaker=self._breaker,
+            parts,
+            batch.keys,
+            batch.slots,
+            num_staged_blocks=num_blocks * self._num_full_groups,
+            request_ids=batch.request_ids,
             deadline_s=deadline_s,
         )
-        self._breaker.begin(job.job_id)
 
 
 def _by_priority(requests: Iterable[RequestState]) -> list[RequestState]:

@@ -276,8 +276,8 @@ class OffloadScheduler:
         )
         if self._has_storage:
             self._storage.hit(request.keys[: request.last_match.num_found_chunks])
-            if load.checkpoint is not None:
-                self._storage.hit_checkpoint(load.checkpoint)
+            if load.held.checkpoint is not None:
+                self._storage.hit_checkpoint(load.held.checkpoint)
         self._transfers.send(load)
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens

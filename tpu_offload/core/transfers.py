@@ -6,19 +6,21 @@ stay reserved, and the slots of a save in quarantine.
 """
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import final
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import FailedLoad, FinishedTransfer
-from tpu_offload.core.index import overlaps
+from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
-from tpu_offload.core.load_stages import WaitingLoad
+from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
 
 TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
+_NO_SLOTS: Set[int] = frozenset()
 
 
 @final
@@ -41,8 +43,6 @@ class Transfers:
         self._costs = context.costs
         self._counts = context.counts
         self._block_size = context.block_size
-        self._blocks_per_chunk = context.blocks_per_chunk
-        self._num_full_groups = context.num_full_groups
         self._groups = context.groups
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still run it
         self._loaded: list[str] = []
@@ -81,9 +81,6 @@ class Transfers:
         """Gives up a load whose blocks are about to be reused."""
         if isinstance(load, WaitingLoad):  # no worker knows of it: it ends here
             self._queue.remove(load)
-            self._index.unpin(load.keys)
-            if load.checkpoint is not None:
-                self._index.checkpoints.release(load.checkpoint)
         else:
             load.detached = True
             self._to_cancel[load.job_id] = load.waiting_for
@@ -104,15 +101,13 @@ class Transfers:
         if job.state is JobState.TIMED_OUT and job.direction is Direction.LOAD and not job.detached:
             # Jobs expire before a plan is made, so the workers cancel before a step computes into these blocks.
             self._to_cancel[job.job_id] = job.waiting_for
-        bad = self._bad_chunks(job)
-        too_often = self._record_outcome(job, [job.keys[i] for i in bad])
-        if job.saves_checkpoints:
-            self._end_checkpoint_save(job)
-        elif job.direction is Direction.SAVE:
-            self._end_save(job, bad)
+        bad = self._bad_slots(job)
+        too_often = self._record_outcome(job, bad)
+        if job.writes is not None:
+            self._end_save(job, job.writes, bad)
         else:
-            if job.checkpoint is not None and job.state is not JobState.FINISHED:
-                self._index.checkpoints.lose_pieces(self._bad_pieces(job, too_often=bool(too_often)))
+            if bad and job.held.checkpoint is not None:
+                self._lose_pieces(job, job.held.checkpoint, bad, too_often=bool(too_often))
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
             invalid = job.keys if job.state is JobState.TIMED_OUT else too_often
             if invalid:
@@ -199,15 +194,13 @@ class Transfers:
 
     def _fail_in(self, first: int, end: int) -> None:
         for job in (*self._jobs.of(*TRANSFERS), *self._queue):
-            error = "the host memory of its chunks was lost"
-            if job.checkpoint is not None or (isinstance(job, Job) and job.saves_checkpoints):
-                read = () if job.checkpoint is None else job.checkpoint.slots
-                if overlaps(job.slots, first, end) or overlaps(read, first, end):
-                    job.all_failed, job.error = True, job.error or error
-            elif overlaps(job.slots, first, end):
-                gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
-                job.error = job.error or error
-                job.failed_blocks |= {i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone}
+            if job.held.touches(first, end):
+                job.error = job.error or "the host memory of its chunks was lost"
+                if job.held.checkpoint is not None:  # it is of use as a whole
+                    job.all_failed = True
+                    continue
+                slots = self._slots_of(job)
+                job.failed_blocks |= {i for i, slot in enumerate(slots) if first <= slot < end}
 
     def mark_lost(self, keys: Sequence[ChunkKey]) -> None:
         """At the next `flush_losses`, the requests that had saved these chunks offer them again."""
@@ -238,75 +231,46 @@ class Transfers:
         self._requests[load.request_id].load = None
         self._failed_loads.append(FailedLoad(request_id=load.request_id, num_valid_tokens=load.num_valid_tokens))
 
-    def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
-        """The chunk, by its number in the job, of a block of full attention. A load may begin inside a chunk."""
-        position %= _blocks_per_group(job)
-        first_block = job.num_valid_tokens // self._block_size
-        return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
-
-    def _bad_chunks(self, job: Job) -> list[int]:
-        """The chunks that were not copied, by their numbers in the job."""
-        if job.all_failed or job.saves_checkpoints:
-            return list(range(len(job.keys)))
+    def _bad_slots(self, job: Job) -> Set[int]:
+        """The slots that were not copied: all, or of a partial failure those of the failed blocks."""
+        if job.all_failed:
+            return set(job.slots)
         if not job.failed_blocks:
-            return []
-        num_blocks = _blocks_per_group(job) * self._num_full_groups
-        return sorted({self._chunk_of(job, position) for position in job.failed_blocks if position < num_blocks})
+            return _NO_SLOTS
+        slots = self._slots_of(job)
+        return {slots[i] for i in job.failed_blocks}
 
-    def _bad_pieces(self, job: Job, *, too_often: bool) -> Collection[int]:
-        """The slots of pieces of a checkpoint that a failed load could not read.
+    def _lose_pieces(self, job: Job, checkpoint: Checkpoint, bad: Set[int], *, too_often: bool) -> None:
+        """Drops the pieces of a checkpoint that a failed load could not read.
 
         Where it is not known what failed, all of them, once the chunks of full attention have failed too often.
         """
-        assert job.checkpoint is not None, "a load with windows or states has a checkpoint"
-        if job.all_failed:
-            return job.checkpoint.slots if too_often else ()
-        num_full = _blocks_per_group(job) * self._num_full_groups
-        slots = self._slots_of(job)
-        return {slots[i] for i in job.failed_blocks if i >= num_full}
+        if not job.all_failed:
+            chunks = set(job.slots)
+            self._index.checkpoints.lose_pieces([slot for slot in bad if slot not in chunks])
+        elif too_often:
+            self._index.checkpoints.lose_pieces(checkpoint.slots)
 
-    def _slots_of(self, job: Job) -> list[int]:
+    def _slots_of(self, job: Job | WaitingLoad) -> list[int]:
         """The slot in the host tier of each block of a job, or row."""
-        return [slot for part in job.wire.parts for slot in self._groups[part.group_id].slots_of(part.host_block_ids)]
+        return [slot for part in job.parts for slot in self._groups[part.group_id].slots_of(part.host_block_ids)]
 
-    def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def _record_outcome(self, job: Job, bad: Set[int]) -> list[ChunkKey]:
         """Updates the backoff of a job's chunks; returns those that have failed too often."""
         if job.state is JobState.FINISHED:
             self._backoff.succeeded(job.keys, job.direction)
-        elif job.copy_failed:
-            return self._backoff.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.next_job_id)
+        elif job.copy_failed and job.keys:
+            keys = [key for key, slot in zip(job.keys, job.slots, strict=True) if slot in bad]
+            return self._backoff.failed(keys, job.direction, job_id=job.job_id, next_job_id=self._jobs.next_job_id)
         return []
 
-    def _end_save(self, job: Job, bad: Sequence[int]) -> None:
-        """Publishes the chunks whose bytes every worker has, and removes the others."""
-        if not bad:
-            self._publish(job.keys, job.slots)
-            return
-        good = sorted(set(range(len(job.keys))).difference(bad))
-        if good:
-            self._publish([job.keys[i] for i in good], [job.slots[i] for i in good])
-        keys = [job.keys[i] for i in bad]
-        quarantine = job.state is JobState.TIMED_OUT
-        self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
-        self.mark_lost(keys)
-
-    def _end_checkpoint_save(self, job: Job) -> None:
-        """Publishes the pieces whose bytes every worker has, and drops the checkpoints of the others."""
-        bad: set[int] = set(job.slots) if job.all_failed else set()
-        if not bad and job.failed_blocks:
-            slots = self._slots_of(job)
-            bad.update(slots[i] for i in job.failed_blocks)
-        good = [slot for slot in job.slots if slot not in bad]
-        if good:
-            self._index.checkpoints.complete(good, success=True)
-        if bad:
-            quarantine = job.state is JobState.TIMED_OUT
-            self._index.checkpoints.complete(sorted(bad), success=False, quarantine=quarantine)
-
-    def _publish(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        self._index.complete(keys, slots, success=True)
-        if self._on_saved is not None:
-            self._on_saved(keys)
+    def _end_save(self, job: Job, contents: HostContents, bad: Set[int]) -> None:
+        """Publishes what every worker has, and removes the rest."""
+        saved, lost = contents.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        if saved and self._on_saved is not None:
+            self._on_saved(saved)
+        if lost:
+            self.mark_lost(lost)
 
     def _resume_request(self, job: Job) -> None:
         """A load has ended, or was given up: adds it to the next update, and the request stops waiting."""
@@ -318,7 +282,7 @@ class Transfers:
             return
         self._had_failed_loads.add(request_id)
         # The blocks before the first failed one are valid.
-        is_void = job.all_failed or job.checkpoint is not None  # a checkpoint is of use as a whole
+        is_void = job.all_failed or job.held.checkpoint is not None  # a checkpoint is of use as a whole
         num_loaded = 0 if is_void else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
@@ -341,7 +305,6 @@ class Transfers:
             self._costs.observe_load(job.nbytes, job.duration_s)
 
 
-def _blocks_per_group(job: Job | WaitingLoad) -> int:
+def _blocks_per_group(job: Job) -> int:
     """Blocks of each group with full attention: these come first, and have the same number, for the same tokens."""
-    parts = job.wire.parts if isinstance(job, Job) else job.parts
-    return len(parts[0].block_ids)
+    return len(job.parts[0].block_ids)

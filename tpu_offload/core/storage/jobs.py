@@ -6,6 +6,8 @@ from typing import final
 from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.holdings import Holdings
+from tpu_offload.core.host_contents import HostContents
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.types import ChunkKey, JobKind
@@ -62,23 +64,21 @@ class TierJobs:
         breaker: CircuitBreaker,
         *,
         now_s: float,
+        writes: HostContents | None = None,
         deleted: tuple[ChunkKey, ...] = (),
         clears: bool = False,
     ) -> Job:
         """Plans a job that copies what is in these slots, deletes records, or empties the tier."""
         label = "everything" if clears else f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
-        job = self._jobs.plan(
+        return self._jobs.plan(
             kind,
             (),
+            Holdings(kind.direction, breaker, keys=tuple(keys), slots=tuple(slots)),
             request=f"{label} in {self._label}",
-            keys=tuple(keys),
-            slots=tuple(slots),
+            writes=writes,
             deleted_keys=deleted,
             clears_storage=clears,
             tier_id=self._tier_id,
             nbytes=self._records.nbytes(slots),
-            breaker=breaker,
             deadline_s=now_s + self._config.job_timeout_s,
         )
-        breaker.begin(job.job_id)
-        return job

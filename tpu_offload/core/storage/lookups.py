@@ -28,6 +28,7 @@ from typing import final
 from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.types import ChunkKey, JobKind, JobState
@@ -233,13 +234,12 @@ class LookupPlanner:
         job = self._jobs.plan(
             JobKind.LOOKUP,
             (),
+            Holdings(JobKind.LOOKUP.direction, self.breaker),
             request=f"{sum(map(len, prefixes))} chunks",
             prefixes=prefixes,
             tier_id=self._tier_id,
-            breaker=self.breaker,
             deadline_s=now_s + self._timeout_s,
         )
-        self.breaker.begin(job.job_id)
         self._planned_s[job.job_id] = now_s
         self._counts.looked_up_storage_chunks += sum(map(len, prefixes))
 

@@ -5,11 +5,12 @@ A promotion reads chunks that a lookup needs next, or the pieces of a checkpoint
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 from typing import Protocol, final
 
 from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.host_contents import Chunks, HostContents, Pieces
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
@@ -79,6 +80,7 @@ class StorageReads:
     ) -> None:
         self._tier_id = tier.tier_id
         self._index = context.index
+        self._chunks, self._pieces = Chunks(context.index), Pieces(context.index)
         self._counts = context.counts
         self._own_counts = own_counts
         self._clock = context.clock
@@ -127,19 +129,21 @@ class StorageReads:
         if not slots:
             self._counts.num_dropped_promotions += 1
             return
-        self._plan([keys[i] for i in indices[: len(slots)]], slots, end=None)
+        self._plan([keys[i] for i in indices[: len(slots)]], slots, self._chunks, end=None)
 
     def read_pieces(self, pieces: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey) -> None:
         """Plans the promotion of pieces of the checkpoint after this chunk, which are PENDING."""
-        self._plan(pieces, slots, end=end)
+        self._plan(pieces, slots, self._pieces, end=end)
 
-    def _plan(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey | None) -> None:
+    def _plan(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], writes: HostContents, *, end: ChunkKey | None
+    ) -> None:
         names = self._records.of_slots(keys, slots)
         self._records.touch(reversed(names))  # the head last, so that tails are evicted first
         self._records.promoting.update(names)
         self._num_slots += self._num_chunk_slots(slots)
         now_s = self._clock()
-        job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self._breaker, now_s=now_s)
+        job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self._breaker, writes=writes, now_s=now_s)
         self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end)
 
     def _num_chunk_slots(self, slots: Sequence[int]) -> int:
@@ -229,39 +233,31 @@ class StorageReads:
             # A report comes at the end of a step, which may be long after the end of the read.
             seconds = job.copy_s or self._clock() - reading.planned_s
             self._costs.observe_promotion(self._tier_id, reading.nbytes, seconds)
-        chunks = list(zip(job.keys, job.slots, strict=True))
-        good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
-        lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
-        if good:
-            self._publish(good, is_piece=reading.end is not None)
+        self._publish(job, {slot for i, slot in enumerate(job.slots) if i in bad})
+        gone = range(len(job.keys)) if job.copy_failed else job.missing
+        for i in gone:
+            if i in bad:
+                self._forget(job.keys[i], job.slots[i])
+
+    def _publish(self, job: Job, bad: Set[int]) -> None:
+        """Publishes what is in the slots of a promotion, and removes what is in bad ones."""
+        good = [slot for slot in job.slots if slot not in bad]
+        self._counts.promoted_chunks += len(good)
+        self._own_counts.promoted_chunks += len(good)
+        self._counts.promoted_nbytes += self._records.nbytes(good)
+        assert job.writes is not None, "a promotion writes the host tier"
+        saved, lost = job.writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        if saved:
+            self._counts.promoted_tokens += len(saved) * self._chunk_tokens
+            self._neighbors.note_promoted(self._tier_id, saved)
         if lost:
-            self._remove(job, lost, is_piece=reading.end is not None)
+            self._mark_lost(lost)
 
-    def _publish(self, chunks: Sequence[tuple[ChunkKey, int]], *, is_piece: bool) -> None:
-        keys, slots = zip(*chunks, strict=True)
-        self._counts.promoted_chunks += len(keys)
-        self._own_counts.promoted_chunks += len(keys)
-        self._counts.promoted_nbytes += self._records.nbytes(slots)
-        if is_piece:
-            self._index.checkpoints.complete(slots, success=True)
-            return
-        self._index.complete(keys, slots, success=True)
-        self._counts.promoted_tokens += len(keys) * self._chunk_tokens
-        self._neighbors.note_promoted(self._tier_id, keys)
-
-    def _remove(self, job: Job, chunks: Sequence[tuple[ChunkKey, int]], *, is_piece: bool) -> None:
-        keys, slots = zip(*chunks, strict=True)
-        quarantine = job.state is JobState.TIMED_OUT
-        if is_piece:
-            self._index.checkpoints.complete(slots, success=False, quarantine=quarantine)
-        else:
-            self._index.complete(keys, slots, success=False, quarantine=quarantine)
-            self._mark_lost(keys)
-        gone = chunks if job.copy_failed else [(job.keys[i], job.slots[i]) for i in job.missing]
-        for key, slot in gone:
-            for name in self._records.of_slot(key, slot):
-                if name in self._records.stored:
-                    self._records.forget(name)
+    def _forget(self, key: ChunkKey, slot: int) -> None:
+        """What could not be read is deleted."""
+        for name in self._records.of_slot(key, slot):
+            if name in self._records.stored:
+                self._records.forget(name)
 
     # State.
 

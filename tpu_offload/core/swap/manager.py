@@ -25,6 +25,7 @@ from typing import final
 
 from tpu_offload.core.block_tables import read_hashes
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.swap.costs import SwapCosts
 from tpu_offload.core.swap.placement import Placement, place_blocks
@@ -61,6 +62,7 @@ class RequestSwap:
         self._pool = context.swap_pool
         self._jobs = SwapJobs(context)
         context.jobs.on_end(JobKind.SWAP_OUT, JobKind.SWAP_IN, call=self.ended)
+        self._release = context.completion.release
         self._breakers = context.swap_breakers
         self._costs = SwapCosts(self._config.swap_mode)
         self._swapped: dict[str, SwappedRequest] = {}
@@ -146,18 +148,23 @@ class RequestSwap:
             self._index.pin(placement.tier_keys)
         swapped = SwappedRequest(
             request_id=request_id,
-            tier_keys=placement.tier_keys,
-            tier_slots=placement.tier_slots,
+            held=Holdings(
+                Direction.LOAD,
+                self._breakers[Direction.LOAD],
+                probe=request_id,
+                keys=placement.tier_keys,
+                slots=placement.tier_slots,
+                are_pinned=bool(placement.tier_keys),
+                pool_blocks=placement.pool_blocks(allocated),
+            ),
             tier_blocks=placement.tier_blocks,
-            pool_blocks=placement.pool_blocks(allocated),
             writers=self._jobs.writing(shared),
         )
         self._pool.set_hashes(allocated[0][: len(placement.hashes)], placement.hashes)
         self._swapped[request_id] = swapped
-        job = self._jobs.plan(swapped, Direction.SAVE, placement.sources, allocated)
         for breaker in self._breakers.values():
             breaker.begin(request_id)
-        self._hand_over_probe(swapped, Direction.SAVE, job)
+        job = self._jobs.plan(swapped, Direction.SAVE, placement.sources, allocated)
         if job is not None:
             swapped.writers.add(job.job_id)
         self._stats.count_swap_out(request_id, num_skipped=len(placement.tier_blocks) + len(shared))
@@ -199,7 +206,6 @@ class RequestSwap:
         present = read_present(request_id, present, end=swapped.num_blocks[0] if self._has_prefix else 0)
         targets, places, tier = swapped.copies_back(granted, present)
         swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
-        self._hand_over_probe(swapped, Direction.LOAD, swapped.job)
         self._stats.count_present(len(present))
         swapped.state = SwapState.RETURNING
         return not self._finish_swap_in(swapped)
@@ -236,8 +242,7 @@ class RequestSwap:
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None:
             self._detach(swapped)
-            self._jobs.release(swapped)
-            self._breakers[Direction.LOAD].cancel_probe(request_id)
+            self._release(swapped.held)
         self._stats.forget(request_id)
         for news in (self._lost, self._swapped_in):
             if request_id in news:
@@ -284,10 +289,10 @@ class RequestSwap:
         if group_id == 0:
             self._pool.clear_hashes(lost)
         for job in self._jobs:
-            if not lost.isdisjoint(job.pool_blocks[group_id]):
+            if not lost.isdisjoint(job.held.pool_blocks[group_id]):
                 job.mark_failed("the memory of its blocks in the swap pool was lost")
         for swapped in list(self._swapped.values()):
-            if not lost.isdisjoint(swapped.pool_blocks[group_id]):
+            if not lost.isdisjoint(swapped.held.pool_blocks[group_id]):
                 self._mark_lost(swapped)
 
     def mark_pool_lost(self) -> None:
@@ -301,7 +306,7 @@ class RequestSwap:
             if any(first <= slot < end for slot in job.slots):
                 job.mark_failed("the host memory of its chunks was lost")
         for swapped in list(self._swapped.values()):
-            if any(first <= slot < end for slot in swapped.tier_slots):
+            if any(first <= slot < end for slot in swapped.held.slots):
                 self._mark_lost(swapped)
 
     def mark_caches_lost(self) -> None:
@@ -314,7 +319,7 @@ class RequestSwap:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""
         for job in self._jobs:
             job.make_void("the cache was reset")
-            self._pool.clear_hashes(job.pool_blocks[0])
+            self._pool.clear_hashes(job.held.pool_blocks[0])
         for swapped in list(self._swapped.values()):
             self._mark_lost(swapped)
 
@@ -337,14 +342,14 @@ class RequestSwap:
 
     def pins(self) -> Counter[ChunkKey]:
         """The last chunk of each prefix that a swapped-out request or a copy pins. For `check_invariants`."""
-        pins = (*(swapped.tier_keys for swapped in self._swapped.values()), *(job.keys for job in self._jobs))
+        pins = (*(swapped.held.keys for swapped in self._swapped.values()), *(job.keys for job in self._jobs))
         return Counter(keys[-1] for keys in pins if keys)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless requests, copies and pool agree. For tests."""
         holders: list[dict[int, int]] = [{} for _ in self._layout.groups]
-        for held in (*self._swapped.values(), *self._jobs, *self._jobs.late):
-            for g, group in enumerate(held.pool_blocks):
+        for holder in (*self._swapped.values(), *self._jobs, *self._jobs.late):
+            for g, group in enumerate(holder.held.pool_blocks):
                 for block in group:
                     holders[g][block] = holders[g].get(block, 0) + 1
         self._pool.check_holders(holders)
@@ -402,8 +407,7 @@ class RequestSwap:
         """The KV of a request is lost or invalid: the engine recomputes it."""
         del self._swapped[swapped.request_id]
         self._detach(swapped)
-        self._jobs.release(swapped)
-        self._breakers[Direction.LOAD].cancel_probe(swapped.request_id)
+        self._release(swapped.held)
         self._lost.append(swapped.request_id)
         self._stats.count_lost()
 
@@ -412,25 +416,17 @@ class RequestSwap:
         if swapped.state is not SwapState.RETURNING or swapped.job is not None or swapped.writers:
             return False
         del self._swapped[swapped.request_id]
-        self._jobs.release(swapped)
+        self._release(swapped.held)
         self._stats.count_swap_in(swapped.request_id)
         return True
 
-    def _hand_over_probe(self, swapped: SwappedRequest, direction: Direction, job: Job | None) -> None:
-        """If the request is the breaker's probe, its copy is; without a copy it proves nothing."""
-        breaker = self._breakers[direction]
-        if job is None:
-            breaker.cancel_probe(swapped.request_id)
-        else:
-            breaker.hand_over(swapped.request_id, job.job_id)
-
     def _copy_out_ended(self, job: Job, *, failed: bool) -> None:
         if failed:
-            self._pool.clear_hashes(job.pool_blocks[0])
-            for group_id, blocks in enumerate(job.pool_blocks):
+            self._pool.clear_hashes(job.held.pool_blocks[0])
+            for group_id, blocks in enumerate(job.held.pool_blocks):
                 self._pool.mark_suspect(group_id, blocks)
         else:
-            self._pool.clear_suspect(job.pool_blocks)
+            self._pool.clear_suspect(job.held.pool_blocks)
         for swapped in list(self._swapped.values()):
             if job.job_id in swapped.writers:
                 swapped.writers.remove(job.job_id)

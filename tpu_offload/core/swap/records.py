@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.swap.pool import HostBlocks
-from tpu_offload.types import ChunkKey, CopyPart, Direction, HostStore, JobKind, JobState
+from tpu_offload.types import CopyPart, Direction, HostStore, JobKind, JobState
 
 _KINDS = {Direction.SAVE: JobKind.SWAP_OUT, Direction.LOAD: JobKind.SWAP_IN}
 
@@ -26,20 +27,17 @@ class SwappedRequest:
 
     Attributes:
       request_id: the engine's name for it.
-      tier_keys: chunks of the host tier that hold its first blocks; pinned.
-      tier_slots: the slots of those chunks.
-      tier_blocks: places of those blocks in the host tier.
-      pool_blocks: per layer group, places of its other blocks in the swap pool, in the order of its block table; held.
+      held: chunks of the host tier that hold its first blocks, pinned; and per layer group, places of its other blocks
+        in the swap pool, in the order of its block table.
+      tier_blocks: places of its first blocks in the host tier.
       writers: ids of the jobs in flight that write those places.
       state: out, or returning.
       job: the copy back while it is in flight. Without one a RETURNING request waits only for `writers`.
     """
 
     request_id: str
-    tier_keys: Sequence[ChunkKey]
-    tier_slots: tuple[int, ...]
+    held: Holdings
     tier_blocks: tuple[int, ...]
-    pool_blocks: HostBlocks
     writers: set[int]
     state: SwapState = SwapState.OUT
     job: Job | None = None
@@ -47,7 +45,7 @@ class SwappedRequest:
     @property
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks that it needs to be swapped in, per layer group."""
-        first, *others = map(len, self.pool_blocks)
+        first, *others = map(len, self.held.pool_blocks)
         return (len(self.tier_blocks) + first, *others)
 
     def copies_back(
@@ -67,7 +65,8 @@ class SwappedRequest:
         from_tier = [i for i in missing if i < num_tier]
         from_pool = [i for i in missing if i >= num_tier]
         targets: list[Sequence[int]] = [[granted[0][i] for i in from_pool], *granted[1:]]
-        places = (tuple(self.pool_blocks[0][i - num_tier] for i in from_pool), *self.pool_blocks[1:])
+        pool_blocks = self.held.pool_blocks
+        places = (tuple(pool_blocks[0][i - num_tier] for i in from_pool), *pool_blocks[1:])
         tier = CopyPart(
             group_id=0,
             store=HostStore.HOST_TIER,
@@ -127,18 +126,24 @@ class SwapJobs:
         reads_tier = tier is not None and bool(tier.block_ids)
         if tier is not None and reads_tier:
             parts.insert(0, tier)
-            self._index.pin(swapped.tier_keys)
-        if not parts:
+            self._index.pin(swapped.held.keys)
+        if not parts:  # without a copy its probe proves nothing
+            self._breakers[direction].cancel_probe(swapped.request_id)
             return None
         self._pool.hold(places)
         return self._jobs.plan(
             _KINDS[direction],
             tuple(parts),
+            Holdings(
+                direction,
+                self._breakers[direction],
+                probe=swapped.request_id,
+                keys=swapped.held.keys if reads_tier else (),
+                slots=swapped.held.slots if reads_tier else (),
+                are_pinned=reads_tier,
+                pool_blocks=places,
+            ),
             request=swapped.request_id,
-            keys=swapped.tier_keys if reads_tier else (),
-            slots=swapped.tier_slots if reads_tier else (),
-            pool_blocks=places,
-            breaker=self._breakers[direction],
             deadline_s=self._clock() + self._timeout_s,
         )
 
@@ -146,7 +151,9 @@ class SwapJobs:
         """Ids of the copies out, planned or in flight, that write any of these places of the first group."""
         wanted = set(blocks)
         return {
-            job.job_id for job in self if job.kind is JobKind.SWAP_OUT and not wanted.isdisjoint(job.pool_blocks[0])
+            job.job_id
+            for job in self
+            if job.kind is JobKind.SWAP_OUT and not wanted.isdisjoint(job.held.pool_blocks[0])
         }
 
     def detach(self, job: Job) -> None:
@@ -159,9 +166,3 @@ class SwapJobs:
     def late(self) -> Sequence[Job]:
         """Copies out that timed out and may still write to the pool."""
         return self._jobs.late(*_KINDS.values())
-
-    def release(self, swapped: SwappedRequest) -> None:
-        """Releases the pool blocks and pins of a request that is no longer swapped out."""
-        self._pool.release(swapped.pool_blocks)
-        if swapped.tier_keys:
-            self._index.unpin(swapped.tier_keys)

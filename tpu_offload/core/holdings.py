@@ -1,0 +1,60 @@
+"""What a transfer holds, from the promise or plan that acquires it to the one place that gives it back.
+
+`core.completion` releases it, whichever stage ends: a promise, a load that waits, a job, or a swapped-out request.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.index import Checkpoint, overlaps
+from tpu_offload.core.swap.pool import HostBlocks
+from tpu_offload.types import ChunkKey, Direction
+
+
+@final
+class Holdings:
+    """The resources of one transfer; it moves unchanged from stage to stage.
+
+    Attributes:
+      direction: which way the transfer goes.
+      breaker: suspends transfers of its kind.
+      probe: names the transfer to the breaker: it may be the probe. From its plan on, the job's id.
+      account: the holder of its staging blocks.
+      num_staging_blocks: staging blocks; 0 if it needs none, or waits for some.
+      keys: chunks of the host tier that it reads, or that it writes and has made PENDING.
+      slots: their slots, or those of the pieces that it writes.
+      are_pinned: whether `keys` are pinned.
+      checkpoint: the checkpoint that it reads; held. None without windows and states.
+      pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        breaker: CircuitBreaker,
+        *,
+        probe: Hashable = None,
+        account: str = "",
+        num_staging_blocks: int = 0,
+        keys: Sequence[ChunkKey] = (),
+        slots: tuple[int, ...] = (),
+        are_pinned: bool = False,
+        checkpoint: Checkpoint | None = None,
+        pool_blocks: HostBlocks = (),
+    ) -> None:
+        self.direction = direction
+        self.breaker = breaker
+        self.probe: Hashable = probe
+        self.account = account
+        self.num_staging_blocks = num_staging_blocks
+        self.keys = keys
+        self.slots = slots
+        self.are_pinned = are_pinned
+        self.checkpoint = checkpoint
+        self.pool_blocks = pool_blocks
+
+    def touches(self, first: int, end: int) -> bool:
+        """Whether it needs a slot of this range."""
+        read = self.checkpoint
+        return overlaps(self.slots, first, end) or (read is not None and overlaps(read.slots, first, end))
