@@ -1,5 +1,7 @@
-"""What tests look at inside a worker."""
+"""What tests look at inside a worker and a scheduler."""
 
+from tpu_offload import OffloadScheduler
+from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.engine import Engine
 from tpu_offload.storage import StorageTier
 from tpu_offload.worker import OffloadWorker
@@ -30,3 +32,13 @@ def storage_tier(engine: Engine) -> StorageTier:
     storage = one_worker(engine)._storage
     assert storage is not None
     return storage.tiers[0]._io.tier
+
+
+def storage_planners(scheduler: OffloadScheduler) -> tuple[StoragePlanner, ...]:
+    """What a scheduler plans for each storage tier, nearest first."""
+    return tuple(scheduler._storage.tiers)
+
+
+def storage_planner(scheduler: OffloadScheduler) -> StoragePlanner:
+    """What a scheduler plans for the nearest storage tier."""
+    return storage_planners(scheduler)[0]

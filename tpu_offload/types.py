@@ -140,7 +140,7 @@ class CopyJob:
       parts: the blocks. Only a swap uses the swap pool; a swap in may read the host tier as well.
       request_id: the engine's request; empty for a save.
       num_staging_blocks: staging blocks reserved for it on every worker, 0 if the path is not staged. A load of more
-        blocks is copied in pieces of at most this size.
+        blocks is copied in portions of at most this size.
       chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
       prefixes: of chunks that storage may have, in the order of a prompt; only of a lookup.
       deleted_keys: chunks that the tier deletes, before it writes any; only of a cascade.

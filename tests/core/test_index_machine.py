@@ -364,7 +364,7 @@ def _slices_end_soon(monkeypatch):
     monkeypatch.setattr(runs, "_MIN_SLICE", 4)
     monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
     monkeypatch.setattr(density, "_MIN_TRACKED", 4)
-    monkeypatch.setattr(run_keys, "_PIECE", 2)
+    monkeypatch.setattr(run_keys, "_SLAB", 2)
 
 
 @pytest.mark.parametrize("name", few(POLICIES, "density"))

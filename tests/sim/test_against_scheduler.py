@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
+from tests.inside import storage_planners
 from tests.sim.traces import chats, make_trace
 from tests.storage.memory_tier import NAME
 from tpu_offload import (
@@ -53,7 +54,7 @@ class Engine:
         self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_slots=(self.num_chunks,)))
 
     def settle(self):
-        while self.scheduler.has_jobs or any(tier.records.to_delete for tier in self.scheduler._storage.tiers):
+        while self.scheduler.has_jobs or any(tier.records.to_delete for tier in storage_planners(self.scheduler)):
             self.step()
 
     def match(self, name, hashes, **tokens):

@@ -419,7 +419,7 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "a load in pieces has the time of one", "LoadQueue._send", "self._timeout_s * num_pieces", "self._timeout_s"
+        "a load in portions has the time of one", "LoadQueue._send", "self._timeout_s * num_portions", "self._timeout_s"
     ),
     Mutation("a load loses the probe of its promise", "JobTable.plan", "held.breaker.hand_over(...)", "pass"),
     Mutation(

@@ -9,6 +9,7 @@ from typing import Any
 from tests.core.fakes import POISON, FakeWorker
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
+from tests.inside import storage_planner, storage_planners
 from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats
@@ -103,7 +104,7 @@ class CheckpointLife(RandomLife):
     def check_storage(self) -> None:
         """What counts as stored is on every worker, with the right bytes; no tier has more than it may."""
         engine = self.engine
-        for tier in engine.scheduler._storage.tiers:
+        for tier in storage_planners(engine.scheduler):
             for worker in engine.workers:
                 assert isinstance(worker, CheckpointWorker)
                 assert worker.most_stored[tier.tier_id] <= tier.records.capacity, "a tier holds more than it may"
@@ -140,7 +141,7 @@ class SharedCheckpointLife(CheckpointLife):
                          storage_admission="all", max_storage_gb_in_flight=1e-3, storage_lookup_wait_s=1.0)  # fmt: skip
         self.evicted: dict[ChunkKey, bytes] = {}
         for worker in self.engine.workers:
-            self.engine.scheduler._storage.tiers[0].adopt(worker.worker_id, (), is_shared=True)
+            storage_planner(self.engine.scheduler).adopt(worker.worker_id, (), is_shared=True)
 
     def step(self) -> None:
         rng = self.rng

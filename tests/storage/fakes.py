@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, ROWS, FakeEngine, FakeWorker
+from tests.inside import storage_planners
 from tests.storage.memory_tier import NAME
 from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy
@@ -227,7 +228,7 @@ class StorageEngine(FakeEngine):
     def check_storage(self, prompts: list[list[int]]) -> None:
         """What the scheduler takes for stored in a tier is there on every worker, with the right bytes."""
         names = dict(pair for prompt in prompts for pair in zip(self.keys(prompt), self.hashes(prompt), strict=True))
-        for tier in self.scheduler._storage.tiers:
+        for tier in storage_planners(self.scheduler):
             for key in tier.stored_keys():
                 found = [worker.storages[tier.tier_id].get(key) for worker in self.workers]
                 assert found == [names[key]] * len(self.workers)
@@ -241,7 +242,7 @@ class SharedEngine(StorageEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for worker in self.workers:
-            for tier in self.scheduler._storage.tiers:
+            for tier in storage_planners(self.scheduler):
                 tier.adopt(worker.worker_id, (), is_shared=True)
 
     def others_store(self, prompt: list[int], *numbers: int, workers: Iterable[int] | None = None) -> None:

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from tests.core.fakes import LAYOUT, POISON
+from tests.inside import storage_planner
 from tests.storage.fakes import StorageEngine, StorageWorker
 from tests.storage.lives import Life, run_many
 from tpu_offload import JobResult, JobState, OffloadStats, StepPlan, StepReport, Update
@@ -225,7 +226,7 @@ class HardLife(Life):
 
     def end(self) -> None:
         """Without faults everything ends, and storage has what counts as stored, and nothing else."""
-        engine, planner = self.engine, self.engine.scheduler._storage.tiers[0]
+        engine, planner = self.engine, storage_planner(self.engine.scheduler)
         for name in list(engine.requests):
             engine.remove(name)
         for _ in range(100):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
+from tests.inside import storage_planners
 from tests.storage.fakes import SharedEngine, SharedWorker, StorageEngine, StorageWorker, prompt
 from tpu_offload import CopyJob, JobResult, Match, MatchState, OffloadStats, StepPlan
 from tpu_offload.core.index import ChunkState
@@ -210,7 +211,7 @@ class Life:
         """What counts as stored is on every worker, with the right bytes, and nothing else is."""
         engine = self.engine
         self.check_storage()
-        for tier, admission in zip(engine.scheduler._storage.tiers, self.admissions, strict=True):
+        for tier, admission in zip(storage_planners(engine.scheduler), self.admissions, strict=True):
             stored, limit = tier.stored_keys(), tier.records.capacity
             most = [worker.most_stored[tier.tier_id] for worker in engine.workers]
             assert max(most) <= limit, "a tier holds more than it may"

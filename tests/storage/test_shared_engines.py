@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import TINY, make_request, num_loaded, random_tokens, rounds, serve_rounds, tokens_of
+from tests.inside import storage_planner
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
@@ -183,7 +184,7 @@ def test_a_server_that_does_not_answer_costs_a_few_waits(plain, fault):
             assert tokens_of(outputs) == others(plain, outputs)
             stats = engine.offload_stats()
             assert stats.num_failed_storage_lookups == 3
-            assert not engine._offload._scheduler._storage.tiers[0]._lookups.breaker.closed
+            assert not storage_planner(engine._offload._scheduler)._lookups.breaker.closed
             assert len(waits) <= 3, "requests that have waited"
             if fault == "freeze":
                 server.thaw()
@@ -245,7 +246,7 @@ def test_an_idle_engine_does_not_spin():
         engine.add_request(rounds()[0][0])
         timer = threading.Timer(0.2, gate.set)
         timer.start()
-        while not engine._offload._scheduler._storage.tiers[0]._lookups._missing:
+        while not storage_planner(engine._offload._scheduler)._lookups._missing:
             engine.step()
         timer.join()
         worker.poll = poll
@@ -303,7 +304,7 @@ def test_no_engine_deletes_what_another_has_stored(plain):
     """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
     with valkey() as (_, url), engine_above(url) as first:
         serve_slowly(first, rounds()[:1])
-        keys = sorted(first._offload._scheduler._storage.tiers[0].records.stored)
+        keys = sorted(storage_planner(first._offload._scheduler).records.stored)
         with engine_above(url, num_storage_chunks=20) as second:
             assert tokens_of(serve_slowly(second, rounds())) == plain
             stats = second.offload_stats()

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.core.fakes import LAYOUT
+from tests.inside import storage_planners
 from tests.storage.fakes import StorageEngine, prompt
 from tests.storage.memory_tier import NAME
 from tests.test_config import make_layout
@@ -24,7 +25,7 @@ def make(**settings):
 
 
 def tiers(engine):
-    return engine.scheduler._storage.tiers
+    return storage_planners(engine.scheduler)
 
 
 def stored(engine, tier_id):
@@ -349,7 +350,7 @@ def test_with_sizes_in_gb_each_pipeline_stage_has_its_own_number_and_the_least_c
     assert sizes == [config.storage_chunks(LAYOUT), config.storage_chunks(larger)]
     assert sizes[1] < sizes[0]
     scheduler = OffloadScheduler(config, layout, num_workers=2)
-    assert tuple(tier.records.capacity for tier in scheduler._storage.tiers) == sizes[1]
+    assert tuple(tier.records.capacity for tier in storage_planners(scheduler)) == sizes[1]
 
 
 # --- the wire, estimates, statistics ------------------------------------------------------------

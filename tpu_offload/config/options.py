@@ -289,8 +289,8 @@ class OffloadConfig(pydantic.BaseModel):
         gt=0,
         le=1e9,
         allow_inf_nan=False,
-        description="A copy that not every worker has reported after this long counts as failed; a load in pieces has "
-        "this long for each piece.",
+        description="A copy that not every worker has reported after this long counts as failed; a load in portions "
+        "has this long for each portion.",
     )
     breaker_failures: int = Field(
         5,

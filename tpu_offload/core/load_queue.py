@@ -83,16 +83,16 @@ class LoadQueue:
         return not load.held.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
-        num_pieces = 1 + self._num_unstaged_groups  # the row of a state may need a step of its own
+        num_portions = 1 + self._num_unstaged_groups  # the row of a state may need a step of its own
         if at_a_time := load.held.num_staging_blocks or self._max_blocks_per_step:
-            num_pieces += (load.num_staged_blocks - 1) // at_a_time
+            num_portions += (load.num_staged_blocks - 1) // at_a_time
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,
             load.held,
             request=load.request_id,
             num_valid_tokens=load.num_valid_tokens,
-            deadline_s=now_s + self._timeout_s * num_pieces,
+            deadline_s=now_s + self._timeout_s * num_portions,
         )
         job.failed_blocks = load.failed_blocks
         job.all_failed, job.error = load.all_failed, load.error

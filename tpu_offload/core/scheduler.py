@@ -156,8 +156,8 @@ class OffloadScheduler:
 
         Pins the chunks until `admit` or `release`. A repeated match replaces the earlier one; the last one counts as a
         lookup once the request is admitted or has ended (see `OffloadStats`). Staged loads also reserve staging blocks:
-        a load larger than its reservation is copied in pieces, over several steps, and one without a reservation waits
-        for one after `admit`, for `load_wait_s` at most.
+        a load larger than its reservation is copied in portions, over several steps, and one without a reservation
+        waits for one after `admit`, for `load_wait_s` at most.
 
         Args:
           request_id: the request.

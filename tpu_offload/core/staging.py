@@ -3,7 +3,7 @@
 Staged copies between HBM and host pass through HBM that the engine granted once. A staged save holds staging blocks
 from its plan, a staged load from its promise, until every worker has finished with it, even if it times out before. So
 the blocks in transit never exceed the budget. A save holds one for each of its blocks; a load holds at most that many,
-because it can be copied in pieces. Other copies hold none and are not limited here. All calls come from the thread of
+because it can be copied in portions. Other copies hold none and are not limited here. All calls come from the thread of
 the scheduler.
 
 When demand exceeds the free blocks:

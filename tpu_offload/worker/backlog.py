@@ -1,6 +1,6 @@
-"""Loads that are not fully dispatched yet: they are dispatched in pieces, some before each step.
+"""Loads that are not fully dispatched yet: they are dispatched in portions, some before each step.
 
-Two limits bound a piece. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
+Two limits bound a portion. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
 staged take no HBM, but the next step waits for them, so together they copy at most `max_blocks_per_step` before one
 step. Of these the oldest load gets half, so that it ends; the others share the rest, the shortest first, so that a
 small load does not wait for a large one; what they leave goes to the oldest. Urgent loads, which the coming step reads,
@@ -8,7 +8,7 @@ are dispatched first and whole; the others get the rest of the limit, and at lea
 
 A row of states counts as the blocks that take as long to copy. It is copied whole: where the rest of a step is
 too short for it, it waits for the next one, in which it is the first of the oldest load, whatever the limit. In staged
-loads rows count nothing, because they are not staged: a row goes with the last block. The pieces depend on plans and
+loads rows count nothing, because they are not staged: a row goes with the last block. The portions depend on plans and
 counts only, so hosts that share one model choose the same ones.
 """
 
@@ -31,15 +31,15 @@ class BackloggedLoad:
       host_block_ids: per part of the job, its places in the host tier.
       sizes: per part of the job, how many blocks each of its blocks counts as.
       num_dispatched: number of its leading blocks that have been dispatched, counted so.
-      pieces: step and size of each dispatched piece.
-      error: the error of a piece, after which no other is dispatched; empty without one.
+      portions: step and size of each dispatched portion.
+      error: the error of a portion, after which no other is dispatched; empty without one.
     """
 
     job: CopyJob
     host_block_ids: Sequence[np.ndarray[Any, np.dtype[np.int32]]]
     sizes: Sequence[int]
     num_dispatched: int = 0
-    pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    portions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     error: str = ""
 
     @property
@@ -79,7 +79,7 @@ class BackloggedLoad:
         """Takes the next blocks, as a smaller job with the same id."""
         first, end = self.num_dispatched, self.num_dispatched + num_blocks
         self.num_dispatched = end
-        self.pieces.append((step_id, num_blocks))
+        self.portions.append((step_id, num_blocks))
         return dataclasses.replace(self.job, parts=_cut(self.job.parts, self.sizes, first, end))
 
 
@@ -156,11 +156,11 @@ class LoadBacklog:
             self._loads[job.job_id] = BackloggedLoad(job, places, sizes)
         loads = list(self._loads.values())
         sizes = self._shares_by_rank(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
-        pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
+        portions = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
         done = [load.job.job_id for load in loads if not load.num_left]
         for job_id in done:
             del self._loads[job_id]
-        return pieces, done
+        return portions, done
 
     def _sizes_of(self, job: CopyJob, *, staged: bool = False) -> list[int]:
         return [0 if staged and p.group_id in self._sizes else self._sizes.get(p.group_id, 1) for p in job.parts]

@@ -173,30 +173,30 @@ class GroupCopies:
         """
         for segment_id, moves in groups:
             copier = self.copiers[direction]
-            for piece in copier.split(moves):
-                self._start(copier, direction, segment_id, piece, kv_caches, step_id=step_id)
+            for portion in copier.split(moves):
+                self._start(copier, direction, segment_id, portion, kv_caches, step_id=step_id)
 
     def _start(
         self,
         copier: Copier,
         direction: Direction,
         segment_id: int,
-        piece: BlockMoves,
+        portion: BlockMoves,
         kv_caches: Caches,
         *,
         step_id: int,
     ) -> None:
-        job_ids = piece.jobs()
+        job_ids = portion.jobs()
         self._jobs.add_ref(job_ids)
         try:
             if direction is Direction.SAVE:
-                flight = copier.save(segment_id, piece, self._own(kv_caches))
-                self.memory.mark(segment_id, piece.host_block_ids, lost=False, ranks=piece.ranks)
+                flight = copier.save(segment_id, portion, self._own(kv_caches))
+                self.memory.mark(segment_id, portion.host_block_ids, lost=False, ranks=portion.ranks)
             else:
-                flight, written = copier.load(segment_id, piece, self._own(kv_caches))
+                flight, written = copier.load(segment_id, portion, self._own(kv_caches))
                 self._put(kv_caches, written)
         except Exception as e:
-            self.fail(piece, segment_id, e)
+            self.fail(portion, segment_id, e)
             check_alive(kv_caches, e)
         else:
             flight.step_id = step_id

@@ -2,7 +2,7 @@
 
 A staging block counts as one in every layer group, as in the scheduler's budget. The page groups of a layer group
 stage the same blocks, each its share of the bytes: what counts is the page group that holds most. The scheduler plans
-within the budget; how a load is cut into pieces within its reservation is decided here.
+within the budget; how a load is cut into portions within its reservation is decided here.
 
 In lockstep nothing here depends on which flights have ended: that differs between hosts, and what they dispatch must
 not.
@@ -46,11 +46,11 @@ class StagingUsage:
 
         Args:
           load: a staged load.
-          step_id: the current step; in lockstep the pieces of the step before still hold their blocks.
+          step_id: the current step; in lockstep the portions of the step before still hold their blocks.
         """
         allowed = load.job.num_staging_blocks or self._num_blocks
         if self._lockstep:
-            return allowed - sum(size for piece_step_id, size in load.pieces if piece_step_id > step_id - 2)
+            return allowed - sum(size for portion_step_id, size in load.portions if portion_step_id > step_id - 2)
         job_id = load.job.job_id
         return allowed - self._sum(lambda f: int(np.count_nonzero(f.moves.job_ids == job_id)) if f.num_staged else 0)
 

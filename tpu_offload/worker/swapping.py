@@ -182,7 +182,7 @@ class SwapCopies:
         if measured:
             measured = wait_for_all(kv_caches, timeout_s=self._timeout_s)
         start_s = self._clock()
-        # All pieces, even after one that failed: every host must dispatch the same programs.
+        # All portions, even after one that failed: every host must dispatch the same programs.
         for copies in self._all():
             copies.dispatch(job.direction, copies.by_segment([job]), kv_caches)
         if not measured:

@@ -1,4 +1,4 @@
-"""The host tier of one process: dispatches saves, loads in pieces, and the copies inside the forward pass.
+"""The host tier of one process: dispatches saves, loads in portions, and the copies inside the forward pass.
 
 This module decides which blocks are copied in which step, within the staging budget and `max_load_gb_per_step`. The
 copies of each page group are in `worker.group_copies`, the memory is in `worker.tier_pools`.
@@ -180,8 +180,8 @@ class TierCopies:
         loads = self._without_cancelled(plan)
         saves = plan.of(JobKind.SAVE) if fuse and self._fused is not None else ()
         if loads or self._backlog or saves:
-            job_ids, pieces = self._next_loads(loads, urgent)
-            batches = self._by_group(pieces)
+            job_ids, portions = self._next_loads(loads, urgent)
+            batches = self._by_group(portions)
             if fuse and self._fused is not None:
                 accepted = self._accept(saves)
                 own = [batch for job in accepted for batch in self._groups[0].by_segment([job])]
@@ -239,8 +239,8 @@ class TierCopies:
         for group in self._groups:
             group.resume(kv_caches, step_id=self._step_id)
         if self._backlog:
-            job_ids, pieces = self._next_loads(())
-            self._load(job_ids, self._by_group(pieces), kv_caches)
+            job_ids, portions = self._next_loads(())
+            self._load(job_ids, self._by_group(portions), kv_caches)
 
     def collect(self) -> None:
         """Dispatches the second halves of saves that have arrived, and ends the flights that are complete."""
@@ -345,30 +345,30 @@ class TierCopies:
         finally:
             self._jobs.drop_ref(job_ids, error)
 
-    # Loads in pieces.
+    # Loads in portions.
 
     def _next_loads(self, new: Sequence[CopyJob], urgent: Collection[int] = ()) -> tuple[list[int], list[CopyJob]]:
         """Loads to dispatch now, from plan and backlog: ids of those then fully dispatched, and what to copy."""
         self._fail_lost_loads()
         if self._stages and self._lockstep:
-            self._await_pieces()
+            self._await_portions()
         accepted = self._accept(new)
-        pieces, job_ids = self._backlog.take(
+        portions, job_ids = self._backlog.take(
             accepted,
             step_id=self._step_id,
             room=self._room if self._stages else None,
             staging_room=self._staging.room if self._stages else sys.maxsize,
             urgent=urgent,
         )
-        return job_ids, pieces
+        return job_ids, portions
 
     def _room(self, load: BackloggedLoad) -> int:
         return self._staging.room_of(load, step_id=self._step_id)
 
-    def _await_pieces(self) -> None:
-        """Ends the pieces of loads that were dispatched two steps ago, and written one step ago.
+    def _await_portions(self) -> None:
+        """Ends the portions of loads that were dispatched two steps ago, and written one step ago.
 
-        Hosts complete them at different times but must choose the same next pieces. So each host waits here for the
+        Hosts complete them at different times but must choose the same next portions. So each host waits here for the
         device, which has nearly always finished them by now.
         """
         for group in self._groups:

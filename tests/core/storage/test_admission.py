@@ -3,6 +3,7 @@
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
+from tests.inside import storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.config import StorageAdmission
 from tpu_offload.core.storage.admission import AdmissionFilter
@@ -12,7 +13,7 @@ A, B = prompt(1), prompt(2)
 
 
 def stored(engine):
-    return set(engine.scheduler._storage.tiers[0].records.stored)
+    return set(storage_planner(engine.scheduler).records.stored)
 
 
 def keys(*names):
@@ -107,7 +108,7 @@ def test_a_load_counts_for_the_chunks_that_hbm_had_before_it():
     engine.fill(A)
     engine.scheduler.match("b", engine.hashes(A), num_tokens=16, num_computed_tokens=2 * BLOCK_SIZE)
     engine.scheduler.admit("b", [[1, 2, 3, 4]], num_loaded_tokens=7)
-    assert list(engine.scheduler._storage.tiers[0].writes._candidates) == engine.keys(A)
+    assert list(storage_planner(engine.scheduler).writes._candidates) == engine.keys(A)
 
 
 def test_what_has_had_a_hit_is_demoted():

@@ -7,6 +7,7 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.core.window_engine import WindowEngine, window_layout
+from tests.inside import storage_planner, storage_planners
 from tests.storage.checkpoint_lives import (
     CheckpointLife,
     CheckpointWorker,
@@ -143,7 +144,7 @@ def test_a_router_is_told_of_the_last_checkpoint_in_storage(num_rows):
 
 def test_chunks_without_a_checkpoint_are_not_read(num_rows):
     engine = away(num_rows=num_rows)
-    records = engine.scheduler._storage.tiers[0].records
+    records = storage_planner(engine.scheduler).records
     for end, name in list(records.may_end_at().items()):
         if end == end_key(engine, A, 6):
             records.forget(name)
@@ -173,7 +174,7 @@ def test_a_restarted_engine_finds_checkpoints(num_rows):
     worker = worker_of(engine)
     other = make(num_rows=num_rows)
     worker_of(other).storages[0].update(worker.storages[0])
-    planner = other.scheduler._storage.tiers[0]
+    planner = storage_planner(other.scheduler)
     planner.adopt(0, list(worker.storages[0]))
     assert set(planner.stored_keys()) == set(worker.storages[0])
     found, _ = wait(other, "a", A)
@@ -185,7 +186,7 @@ def test_a_restarted_engine_finds_checkpoints(num_rows):
 def test_a_piece_that_cannot_be_read_is_computed(num_rows, fault):
     engine = away(num_rows=num_rows)
     worker = worker_of(engine)
-    records = engine.scheduler._storage.tiers[0].records
+    records = storage_planner(engine.scheduler).records
     (name,) = [name for end, name in records.may_end_at().items() if end == end_key(engine, A, 6)]
     found = match(engine, "again", A)
     while found.state is MatchState.ARRIVING:
@@ -233,7 +234,7 @@ def test_a_piece_is_not_read_twice_at_a_time(num_rows):
 
 def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):
     engine = away(num_rows=num_rows)
-    engine.scheduler._storage.tiers[0].records.forget(end_key(engine, A, 3))
+    storage_planner(engine.scheduler).records.forget(end_key(engine, A, 3))
     before = engine.scheduler.stats().promoted_chunks
     found, _ = wait(engine, "again", A)
     assert found.state is MatchState.MISS
@@ -243,7 +244,7 @@ def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):
 
 def test_a_state_without_one_of_its_records_is_none():
     engine = away(num_rows=40)
-    records = engine.scheduler._storage.tiers[0].records
+    records = storage_planner(engine.scheduler).records
     first = records.may_end_at()[end_key(engine, A, 6)]
     records.forget(ChunkKey(first[:-1] + b"\1"))
     assert wait(engine, "again", A)[0].state is MatchState.MISS
@@ -279,7 +280,7 @@ def test_what_two_checkpoints_share_is_written_once():
     writes = [job for plan in rest(engine) for job in plan.of(JobKind.CASCADE)]
     keys = [key for job in writes for key, _ in job.chunks]
     assert len(keys) == len(set(keys)) > 6
-    assert {end_key(engine, A, n) for n in (4, 5, 6)} <= engine.scheduler._storage.tiers[0].records.may_end_at().keys()
+    assert {end_key(engine, A, n) for n in (4, 5, 6)} <= storage_planner(engine.scheduler).records.may_end_at().keys()
 
 
 def test_a_checkpoint_that_is_soon_superseded_is_not_written(num_rows):
@@ -295,7 +296,7 @@ def test_a_checkpoint_that_is_soon_superseded_is_not_written(num_rows):
         assert engine.generate(request, i)
         engine.step({"a": 1})
     rest(engine)
-    ends = engine.scheduler._storage.tiers[0].records.may_end_at()
+    ends = storage_planner(engine.scheduler).records.may_end_at()
     num_before = len(ends)
     engine.remove("a")
     rest(engine)
@@ -308,7 +309,7 @@ def test_chunks_and_pieces_may_be_in_different_tiers(num_rows):
     engine = make(num_rows=num_rows, num_host_chunks=18, storage_tier=(NAME, NAME), num_storage_chunks=(200, 200))
     serve(engine, "a", A)
     push_out(engine)
-    near, far = engine.scheduler._storage.tiers
+    near, far = storage_planners(engine.scheduler)
     namespace = engine.scheduler._context.keys.namespace
     for name in list(near.records.stored):
         if name.endswith(namespace):
@@ -327,7 +328,7 @@ def test_a_reset_clears_checkpoints_too(num_rows):
     engine = away(num_rows=num_rows)
     engine.scheduler.reset()
     rest(engine)
-    records = engine.scheduler._storage.tiers[0].records
+    records = storage_planner(engine.scheduler).records
     assert not records.stored
     assert not records.may_end_at()
     assert not worker_of(engine).storages[0]
@@ -341,7 +342,7 @@ def test_a_tier_that_is_too_small_for_a_checkpoint_comes_to_rest(num_rows, num_c
     assert f"has room for {num_chunks} records, and a checkpoint of this model takes up to 3" in caplog.text
     serve(engine, "a", A)
     serve(engine, "b", B)
-    assert not engine.scheduler._storage.tiers[0].records.may_end_at()
+    assert not storage_planner(engine.scheduler).records.may_end_at()
 
 
 def test_a_tier_that_is_as_large_as_a_checkpoint_is_written(caplog):
@@ -377,7 +378,7 @@ def test_checkpoints_are_written_however_many_chunks_wait(num_rows, max_gb):
         max_storage_gb_in_flight=max_gb,
     )
     attach(engine)
-    tier = engine.scheduler._storage.tiers[0]
+    tier = storage_planner(engine.scheduler)
     for i in range(12):
         tokens = list(range(1000 * i, 1000 * i + 20 * BLOCK_SIZE + 1))
         request = engine.add("a", tokens)
@@ -403,7 +404,7 @@ def test_what_can_never_be_read_as_a_whole_is_not_begun(caplog):
 
 def test_a_far_tier_is_read_while_reads_from_the_near_one_are_suspended(num_rows):
     engine = away(num_rows=num_rows, storage_tier=(NAME, NAME), num_storage_chunks=(200, 200), breaker_failures=1)
-    near, far = engine.scheduler._storage.tiers
+    near, far = storage_planners(engine.scheduler)
     assert near.records.stored.keys() == far.records.stored.keys()
     near.reads._breaker.failed(-1, "injected")
     found, plans = wait(engine, "again", A)
@@ -413,7 +414,7 @@ def test_a_far_tier_is_read_while_reads_from_the_near_one_are_suspended(num_rows
 
 def test_nothing_is_begun_while_all_reads_are_suspended(num_rows):
     engine = away(num_rows=num_rows, breaker_failures=1)
-    engine.scheduler._storage.tiers[0].reads._breaker.failed(-1, "injected")
+    storage_planner(engine.scheduler).reads._breaker.failed(-1, "injected")
     found, plans = wait(engine, "again", A)
     assert (found.state, found.junction_tokens, plans) == (MatchState.MISS, 0, [])
 
@@ -428,7 +429,7 @@ def test_pieces_are_looked_up_once_however_many_boundaries_lack_one(monkeypatch)
     assert scheduler._context.window_chunks == (num_chunks - 1,) * num_groups
     block_hashes: list[BlockHash] = []
     BlockHasher(layout.fingerprint(), block_size=BLOCK_SIZE).extend(block_hashes, list(range(300 * BLOCK_SIZE)))
-    records = scheduler._storage.tiers[0].records
+    records = storage_planner(scheduler).records
     keys = [ChunkKey(block_hash + scheduler._context.keys.namespace) for block_hash in block_hashes]
     for key in [*keys, *(piece_key(key, group) for key in keys[101:199] for group in range(num_groups))]:
         records.add(key)
@@ -464,7 +465,7 @@ def test_a_state_has_as_many_records_as_it_needs():
     assert layout.state_group is not None
     assert config.records_per_state(layout) == -(-layout.state_group.block_nbytes // layout.block_nbytes)
     serve(engine, "a", A)
-    records = engine.scheduler._storage.tiers[0].records
+    records = storage_planner(engine.scheduler).records
     namespace = engine.scheduler._context.keys.namespace
     parts = [name for name in records.stored if not name.endswith(namespace)]
     assert len(parts) == config.records_per_state(layout) * len(records.may_end_at()) > 0
@@ -503,7 +504,7 @@ def make_shared(num_rows: int) -> WindowEngine:
 
 def share(engine: WindowEngine) -> WindowEngine:
     for worker in engine.workers:
-        engine.scheduler._storage.tiers[0].adopt(worker.worker_id, (), is_shared=True)
+        storage_planner(engine.scheduler).adopt(worker.worker_id, (), is_shared=True)
     return engine
 
 
@@ -549,7 +550,7 @@ def test_a_piece_that_a_server_has_evicted_is_missing(num_rows):
     other = make_shared(num_rows)
     worker_of(other).storages[0] = worker_of(first).storages[0]
     found = match(other, "a", A)
-    records = other.scheduler._storage.tiers[0].records
+    records = storage_planner(other.scheduler).records
     while found.state is MatchState.ARRIVING and not records.may_end_at():
         _, results = other.step()
         other.apply(other.workers[0], results[0] + other.workers[0].finish())

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.compiled import interpreted_only
+from tests.inside import storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
 from tpu_offload.types import JobKind
@@ -16,7 +17,7 @@ def make(*, num_workers=1, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage.tiers[0].records.stored)
+    return list(storage_planner(engine.scheduler).records.stored)
 
 
 def demoted(plan):
@@ -131,7 +132,7 @@ def test_storage_never_holds_more_than_it_may_and_keeps_taking_chunks(num_chunks
     assert newest & set(stored(engine)), "it does not stop when it is full"
     engine.check_storage(prompts)
     assert set(engine.workers[0].storage) - set(stored(engine)) <= set(
-        engine.scheduler._storage.tiers[0].records.to_delete
+        storage_planner(engine.scheduler).records.to_delete
     )
 
 
@@ -140,7 +141,7 @@ def test_a_key_to_be_deleted_is_not_deleted_after_it_was_demoted_again():
     engine = make()
     engine.fill(A)
     engine.fill(B)
-    storage = engine.scheduler._storage.tiers[0]
+    storage = storage_planner(engine.scheduler)
     assert set(stored(engine)) == set(engine.keys(A))
     for key in engine.keys(A):
         storage.records.forget(key)
@@ -188,7 +189,7 @@ def test_a_reset_drops_what_was_to_be_demoted():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)  # evicts for a promotion
-    assert engine.scheduler._storage.tiers[0].writes._victims
+    assert storage_planner(engine.scheduler).writes._victims
     engine.scheduler.reset()
     engine.scheduler.check_invariants()
     assert demoted(engine.turn()) == []
@@ -201,7 +202,7 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)
-    victims = dict(engine.scheduler._storage.tiers[0].writes._victims)
+    victims = dict(storage_planner(engine.scheduler).writes._victims)
     lost = min(victims.values())
     engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
     engine.apply(engine.workers[0], [])

@@ -7,6 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
+from tests.inside import storage_planner
 from tests.storage.fakes import SharedEngine, StorageEngine, prompt
 from tests.storage.lives import live_shared
 from tpu_offload import JobResult, JobState, MatchState, RequestLimits
@@ -26,7 +27,7 @@ def engine():
 
 
 def lookups(engine):
-    return engine.scheduler._storage.tiers[0]._lookups
+    return storage_planner(engine.scheduler)._lookups
 
 
 def asked(plan):
@@ -81,7 +82,7 @@ def test_tails_are_evicted_first(engine):
     engine.others_store(A)
     engine.match("a", A)
     turn(engine)
-    assert engine.scheduler._storage.tiers[0].stored_keys() == engine.keys(A)[::-1]
+    assert storage_planner(engine.scheduler).stored_keys() == engine.keys(A)[::-1]
 
 
 def test_only_the_chunks_after_those_known_here_are_asked_for(engine):
@@ -132,8 +133,8 @@ def test_what_others_have_stored_is_not_written_again(engine):
     engine.add("b", B)
     engine.step({"b": 16})
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert len(engine.scheduler._storage.tiers[0].writes._candidates) == 4, "saved, and to be written"
-    engine.scheduler._storage.tiers[0]._add_found(engine.keys(B)[:3])
+    assert len(storage_planner(engine.scheduler).writes._candidates) == 4, "saved, and to be written"
+    storage_planner(engine.scheduler)._add_found(engine.keys(B)[:3])
     (job,) = engine.turn().of(JobKind.CASCADE)
     assert [key for key, _ in job.chunks] == engine.keys(B)[3:]
     engine.rest()
@@ -444,7 +445,7 @@ def test_a_reset_before_the_answer(engine):
     assert engine.scheduler.stats().found_storage_chunks == 0
     assert set(old).isdisjoint(engine.keys(A))
     assert engine.match("a", A).state is MISS, "nobody else has keys of this namespace"
-    engine.scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
+    storage_planner(engine.scheduler).adopt(0, (), is_shared=True)
     assert engine.match("b", A).state is MISS, "not even once a worker has restarted"
 
 
@@ -461,7 +462,7 @@ def test_a_worker_that_restarts_before_the_answer(engine):
     engine.others_store(A)
     engine.match("a", A)
     turn(engine, lookups="late")
-    engine.scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
+    storage_planner(engine.scheduler).adopt(0, (), is_shared=True)
     turn(engine)
     assert stored(engine) == known
     assert engine.match("b", A).state is ARRIVING
@@ -496,7 +497,7 @@ def test_what_is_being_written_is_not_stored_yet(engine):
     engine.apply(engine.workers[0], engine.workers[0].finish())
     engine.step()
     assert engine.workers[0].of_kind(JobKind.CASCADE)
-    engine.scheduler._storage.tiers[0]._add_found(engine.keys(B))
+    storage_planner(engine.scheduler)._add_found(engine.keys(B))
     engine.scheduler.check_invariants()
     assert not stored(engine)
 
@@ -584,7 +585,7 @@ def test_what_the_server_has_evicted_meanwhile_opens_no_breaker():
 def test_reads_that_fail_suspend_reads_though_others_are_missing():
     engine = SharedEngine(num_workers=2, num_host_chunks=8, sizes=(64,), breaker_failures=3, breaker_retry_s=1000.0)
     for number in range(20, 23):
-        engine.scheduler._storage.tiers[0]._add_found(engine.keys(prompt(number)))
+        storage_planner(engine.scheduler)._add_found(engine.keys(prompt(number)))
         engine.match(f"request {number}", prompt(number))
         engine.step()
         first, second = engine.workers
@@ -595,7 +596,7 @@ def test_reads_that_fail_suspend_reads_though_others_are_missing():
 
 def test_a_request_that_is_not_at_a_block_boundary_waits_for_nothing(engine):
     engine.others_store(A)
-    engine.scheduler._storage.tiers[0]._add_found(engine.keys(A))
+    storage_planner(engine.scheduler)._add_found(engine.keys(A))
     assert engine.match("a", A).state is ARRIVING, "it is being read"
     found = engine.scheduler.match("a", engine.hashes(A), num_tokens=16, num_computed_tokens=2)
     assert found.state is MISS

@@ -7,6 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
+from tests.inside import storage_planner
 from tests.storage import hard_lives
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
 from tests.storage.lives import live
@@ -29,7 +30,7 @@ def away(*, num_host_chunks=4, **settings):
 
 
 def stored(engine):
-    return list(engine.scheduler._storage.tiers[0].records.stored)
+    return list(storage_planner(engine.scheduler).records.stored)
 
 
 def states(engine, tokens):
@@ -120,7 +121,7 @@ def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
 
 def test_half_of_what_may_be_in_flight_is_written_at_a_time():
     engine = StorageEngine(num_host_chunks=64, max_storage_gb_in_flight=6 * 512 / 2**30)
-    assert engine.scheduler._storage.tiers[0].records.max_in_flight == 6
+    assert storage_planner(engine.scheduler).records.max_in_flight == 6
     engine.serve("a", prompt(1, num_blocks=10))
     sizes = []
     while engine.scheduler.has_jobs:
@@ -187,7 +188,7 @@ def test_a_router_is_told_of_what_storage_has_and_nothing_is_read():
     assert ask(hashes, num_tokens=16) == 15, "a token is left to compute"
     assert ask(hashes[:2], num_tokens=11) == 8
     assert states(engine, A) == [None] * 4
-    engine.scheduler._storage.tiers[0].records.forget(engine.keys(A)[1])
+    storage_planner(engine.scheduler).records.forget(engine.keys(A)[1])
     assert ask(hashes, num_tokens=16) == 4
 
 
@@ -257,7 +258,7 @@ def test_a_prefix_that_hbm_has_is_read_only_with_what_comes_before_it():
 
 def test_a_hole_in_what_is_stored_ends_a_promotion():
     engine = away()
-    engine.scheduler._storage.tiers[0].records.forget(engine.keys(A)[1])
+    storage_planner(engine.scheduler).records.forget(engine.keys(A)[1])
     engine.match("a", A)
     assert states(engine, A) == [ChunkState.PENDING, None, None, None]
     engine.rest()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.inside import storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.types import ChunkKey, JobKind
 
@@ -10,7 +11,7 @@ OTHER = ChunkKey(b"of another namespace, or of another model")
 
 
 def planner(engine):
-    return engine.scheduler._storage.tiers[0]
+    return storage_planner(engine.scheduler)
 
 
 def store(engine, *prompts):

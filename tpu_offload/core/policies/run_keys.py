@@ -16,132 +16,132 @@ from tpu_offload.types import ChunkKey
 if TYPE_CHECKING:
     from tpu_offload.core.policies.runs import Run
 
-_PIECE = 512
+_SLAB = 512
 
 
 @final
 class RunKeys:
-    """Consecutive chunk keys of a prefix, head first, in pieces. Grows and shrinks at both ends."""
+    """Consecutive chunk keys of a prefix, head first, in slabs. Grows and shrinks at both ends."""
 
-    __slots__ = ("_end", "_pieces", "_starts")
+    __slots__ = ("_end", "_slabs", "_starts")
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
         self._end = len(keys)
-        self._pieces: tuple[tuple[ChunkKey, ...], ...] = (tuple(keys),)
-        self._starts: tuple[int, ...] = (0,)  # where each piece begins; only differences are meaningful
-        if not 0 < self._end <= _PIECE:
-            self._starts = tuple(range(0, self._end, _PIECE))
-            self._pieces = tuple(tuple(keys[i : i + _PIECE]) for i in self._starts)
+        self._slabs: tuple[tuple[ChunkKey, ...], ...] = (tuple(keys),)
+        self._starts: tuple[int, ...] = (0,)  # where each slab begins; only differences are meaningful
+        if not 0 < self._end <= _SLAB:
+            self._starts = tuple(range(0, self._end, _SLAB))
+            self._slabs = tuple(tuple(keys[i : i + _SLAB]) for i in self._starts)
 
     def __len__(self) -> int:
         return self._end - self._starts[0] if self._starts else 0
 
     def __getitem__(self, number: int) -> ChunkKey:
         if number == -1:  # most often
-            return self._pieces[-1][-1]
+            return self._slabs[-1][-1]
         starts = self._starts
         place = self._end + number if number < 0 else starts[0] + number
         if place >= starts[-1]:
-            return self._pieces[-1][place - starts[-1]]
+            return self._slabs[-1][place - starts[-1]]
         p = bisect_right(starts, place) - 1
-        return self._pieces[p][place - starts[p]]
+        return self._slabs[p][place - starts[p]]
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return itertools.chain.from_iterable(self._pieces)
+        return itertools.chain.from_iterable(self._slabs)
 
     def index(self, key: ChunkKey) -> int:
         """The index of a key that is contained. O(keys)."""
-        for start, piece in zip(self._starts, self._pieces, strict=True):
-            if key in piece:
-                return start - self._starts[0] + piece.index(key)
+        for start, slab in zip(self._starts, self._slabs, strict=True):
+            if key in slab:
+                return start - self._starts[0] + slab.index(key)
         raise ValueError("no such key")
 
     def extend(self, keys: Sequence[ChunkKey]) -> None:
-        """Adds keys at the end. O(pieces)."""
-        self._append([tuple(keys[i : i + _PIECE]) for i in range(0, len(keys), _PIECE)])
+        """Adds keys at the end. O(slabs)."""
+        self._append([tuple(keys[i : i + _SLAB]) for i in range(0, len(keys), _SLAB)])
 
     def append_all(self, others: "RunKeys") -> None:
-        """Adds the keys of `others` at the end. O(pieces)."""
-        self._append(others._pieces)
+        """Adds the keys of `others` at the end. O(slabs)."""
+        self._append(others._slabs)
 
     def prepend_all(self, others: "RunKeys") -> None:
-        """Adds the keys of `others` at the head. O(pieces)."""
+        """Adds the keys of `others` at the head. O(slabs)."""
         start = self._starts[0] if self._starts else self._end
         before: list[tuple[ChunkKey, ...]] = []  # last first
         starts: list[int] = []
-        pieces, first = self._pieces, self._starts
-        for piece in reversed(others._pieces):
-            start -= len(piece)
-            if not before and pieces and len(pieces[0]) + len(piece) <= _PIECE:
-                pieces, first = (piece + pieces[0], *pieces[1:]), (start, *first[1:])
-            elif before and len(before[-1]) + len(piece) <= _PIECE:
-                before[-1], starts[-1] = piece + before[-1], start
+        slabs, first = self._slabs, self._starts
+        for slab in reversed(others._slabs):
+            start -= len(slab)
+            if not before and slabs and len(slabs[0]) + len(slab) <= _SLAB:
+                slabs, first = (slab + slabs[0], *slabs[1:]), (start, *first[1:])
+            elif before and len(before[-1]) + len(slab) <= _SLAB:
+                before[-1], starts[-1] = slab + before[-1], start
             else:
-                before.append(piece)
+                before.append(slab)
                 starts.append(start)
-        self._pieces, self._starts = (*reversed(before), *pieces), (*reversed(starts), *first)
+        self._slabs, self._starts = (*reversed(before), *slabs), (*reversed(starts), *first)
 
     def pop(self) -> ChunkKey:
-        """Removes and returns the last key. O(pieces)."""
-        *pieces, piece = self._pieces
+        """Removes and returns the last key. O(slabs)."""
+        *slabs, slab = self._slabs
         self._end -= 1
-        if len(piece) > 1:
-            self._pieces = (*pieces, piece[:-1])
+        if len(slab) > 1:
+            self._slabs = (*slabs, slab[:-1])
         else:
-            self._pieces, self._starts = tuple(pieces), self._starts[:-1]
-        return piece[-1]
+            self._slabs, self._starts = tuple(slabs), self._starts[:-1]
+        return slab[-1]
 
     def pop_head(self) -> None:
-        """Removes the first key. O(pieces)."""
-        piece, *pieces = self._pieces
-        if len(piece) > 1:
-            self._pieces, self._starts = (piece[1:], *pieces), (self._starts[0] + 1, *self._starts[1:])
+        """Removes the first key. O(slabs)."""
+        slab, *slabs = self._slabs
+        if len(slab) > 1:
+            self._slabs, self._starts = (slab[1:], *slabs), (self._starts[0] + 1, *self._starts[1:])
         else:
-            self._pieces, self._starts = tuple(pieces), self._starts[1:]
+            self._slabs, self._starts = tuple(slabs), self._starts[1:]
 
     def split(self, num_keys: int) -> "RunKeys":
-        """Removes all but the first `num_keys` keys and returns them. O(pieces)."""
+        """Removes all but the first `num_keys` keys and returns them. O(slabs)."""
         rest = RunKeys()
         if num_keys >= len(self):
             return rest
-        p, inside = self._piece_of(num_keys)
-        pieces = self._pieces[p:]
+        p, inside = self._slab_of(num_keys)
+        slabs = self._slabs[p:]
         self._end = self._starts[p]
-        self._pieces, self._starts = self._pieces[:p], self._starts[:p]
+        self._slabs, self._starts = self._slabs[:p], self._starts[:p]
         if inside:
-            self._append((pieces[0][:inside],))
-            pieces = (pieces[0][inside:], *pieces[1:])
-        rest._append(pieces)
+            self._append((slabs[0][:inside],))
+            slabs = (slabs[0][inside:], *slabs[1:])
+        rest._append(slabs)
         return rest
 
     def split_head(self, num_keys: int) -> "RunKeys":
-        """Removes the first `num_keys` keys, fewer than all, and returns them. O(pieces)."""
+        """Removes the first `num_keys` keys, fewer than all, and returns them. O(slabs)."""
         head = RunKeys()
-        p, inside = self._piece_of(num_keys)
-        pieces, starts = self._pieces[p:], self._starts[p:]
-        head._append(self._pieces[:p])
+        p, inside = self._slab_of(num_keys)
+        slabs, starts = self._slabs[p:], self._starts[p:]
+        head._append(self._slabs[:p])
         if inside:
-            head._append((pieces[0][:inside],))
-            pieces, starts = (pieces[0][inside:], *pieces[1:]), (starts[0] + inside, *starts[1:])
-        self._pieces, self._starts = pieces, starts
+            head._append((slabs[0][:inside],))
+            slabs, starts = (slabs[0][inside:], *slabs[1:]), (starts[0] + inside, *starts[1:])
+        self._slabs, self._starts = slabs, starts
         return head
 
-    def _piece_of(self, number: int) -> tuple[int, int]:
-        """In which piece the key with this index is, and where in it."""
+    def _slab_of(self, number: int) -> tuple[int, int]:
+        """In which slab the key with this index is, and where in it."""
         place = self._starts[0] + number
         p = bisect_right(self._starts, place) - 1
         return p, place - self._starts[p]
 
     def _append(self, more: Iterable[tuple[ChunkKey, ...]]) -> None:
-        pieces, starts, end = list(self._pieces), list(self._starts), self._end
-        for piece in more:
-            if pieces and len(pieces[-1]) + len(piece) <= _PIECE:
-                pieces[-1] += piece
+        slabs, starts, end = list(self._slabs), list(self._starts), self._end
+        for slab in more:
+            if slabs and len(slabs[-1]) + len(slab) <= _SLAB:
+                slabs[-1] += slab
             else:
-                pieces.append(piece)
+                slabs.append(slab)
                 starts.append(end)
-            end += len(piece)
-        self._pieces, self._starts, self._end = tuple(pieces), tuple(starts), end
+            end += len(slab)
+        self._slabs, self._starts, self._end = tuple(slabs), tuple(starts), end
 
 
 @final
