@@ -344,7 +344,7 @@ def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monke
 
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     engine = Engine()
-    assert engine.worker._tier.pools.advance()[0] == 0
+    assert engine.worker._tier.pools.advance()[0] == (0,)
     assert max(len(group.memory.arena._segments) for group in engine.groups) <= 1
 
 
