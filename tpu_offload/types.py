@@ -95,8 +95,14 @@ class JobKind(enum.Enum):
     SWAP_IN = "swap in", Direction.LOAD, True
     # After the forward pass, before any later step can overwrite what it reads.
     SAVE = "save", Direction.SAVE
-    # After the saves; I/O threads write storage.
+    # After the saves. I/O threads write storage: what is cleared or deleted before what is written.
+    CLEAR = "clearing", Direction.LOAD, False, True
+    DELETE = "deletion", Direction.LOAD, False, True
     CASCADE = "cascade", Direction.LOAD, False, True
+
+
+STORAGE_WRITES = (JobKind.CLEAR, JobKind.DELETE, JobKind.CASCADE)
+"""The kinds that are started after the saves of a step."""
 
 
 class HostStore(enum.Enum):
@@ -141,10 +147,10 @@ class CopyJob:
       request_id: the engine's request; empty for a save.
       num_staging_blocks: staging blocks reserved for it on every worker, 0 if the path is not staged. A load of more
         blocks is copied in portions of at most this size.
-      chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
+      chunks: chunks to copy between the host tier and storage, each with its slot; only of a promotion, a cascade or a
+        demotion.
       prefixes: of chunks that storage may have, in the order of a prompt; only of a lookup.
-      deleted_keys: chunks that the tier deletes, before it writes any; only of a cascade.
-      clears_storage: the tier is emptied, durably, before all else; only of a cascade.
+      deleted_keys: records that the tier deletes; only of a deletion.
       tier_id: the storage tier of a storage job, 0 for the nearest.
       rank: the data-parallel rank whose blocks they are, set by `RankPlans`; 0 with one rank.
     """
@@ -156,7 +162,6 @@ class CopyJob:
     num_staging_blocks: int = 0
     chunks: tuple[tuple[ChunkKey, int], ...] = ()
     deleted_keys: tuple[ChunkKey, ...] = ()
-    clears_storage: bool = False
     prefixes: tuple[tuple[ChunkKey, ...], ...] = ()
     tier_id: int = 0
     rank: int = 0
@@ -180,16 +185,16 @@ class CopyJob:
 
     @property
     def num_items(self) -> int:
-        """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes.
+        """What can fail one by one: blocks, or of a storage job its chunks, or the keys that it deletes.
 
-        A lookup has none: it fails as a whole.
+        A lookup and a clearing have none: they fail as a whole.
         """
         return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
 
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        of_storage = self.chunks, self.deleted_keys, self.clears_storage, self.prefixes, self.tier_id
+        of_storage = self.chunks, self.deleted_keys, self.prefixes, self.tier_id
         storage = of_storage if self.kind.of_storage else ()
         return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
@@ -206,7 +211,6 @@ def _unpickle_job(
     num_staging_blocks: int,
     chunks: tuple[tuple[ChunkKey, int], ...] = (),
     deleted_keys: tuple[ChunkKey, ...] = (),
-    clears_storage: bool = False,
     prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
     tier_id: int = 0,
 ) -> CopyJob:
@@ -223,7 +227,6 @@ def _unpickle_job(
         num_staging_blocks=num_staging_blocks,
         chunks=chunks,
         deleted_keys=deleted_keys,
-        clears_storage=clears_storage,
         prefixes=prefixes,
         tier_id=tier_id,
     )
@@ -309,7 +312,7 @@ class JobResult:
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
-        them, as always for a swap. Of a storage job: positions in its chunks and then its deleted keys.
+        them, as always for a swap. Of a storage job: positions in its chunks or deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
         its dispatch until the last chunk was read.

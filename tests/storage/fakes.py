@@ -13,7 +13,7 @@ from tests.storage.memory_tier import NAME
 from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.piece_keys import PieceKey, part_keys
-from tpu_offload.types import BlockHash, ChunkKey, JobKind
+from tpu_offload.types import STORAGE_WRITES, BlockHash, ChunkKey, JobKind
 
 _SEPARATOR = b"<and>"
 
@@ -61,7 +61,8 @@ class StorageWorker(FakeWorker):
     def end_step(self, plan: StepPlan) -> None:
         super().end_step(plan)
         self._spoil(plan, JobKind.SAVE)
-        self._capture(plan, JobKind.CASCADE)
+        for kind in STORAGE_WRITES:
+            self._capture(plan, kind)
 
     def _capture(self, plan: StepPlan, kind: JobKind) -> None:
         for job in plan.of(kind):
@@ -108,9 +109,9 @@ class StorageWorker(FakeWorker):
 
     def _move(self, job: CopyJob, content: list[bytes], bad: set[int], *, fail: bool) -> None:
         storage = self.storages[job.tier_id]
-        if job.clears_storage and not fail:
+        if job.kind is JobKind.CLEAR and not fail:
             storage.clear()
-        for i, key in enumerate(job.deleted_keys, len(job.chunks)):
+        for i, key in enumerate(job.deleted_keys):
             if i not in bad:
                 storage.pop(key, None)
         for i, (key, slot) in enumerate(job.chunks):

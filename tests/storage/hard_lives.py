@@ -13,7 +13,7 @@ from tests.storage.fakes import StorageEngine, StorageWorker
 from tests.storage.lives import Life, run_many
 from tpu_offload import JobResult, JobState, OffloadStats, StepPlan, StepReport, Update
 from tpu_offload.core.workers import expected_setups
-from tpu_offload.types import ChunkKey, JobKind, WorkerSetup
+from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind, WorkerSetup
 
 TORN = b"torn"
 """A record that a killed worker has left half written: listed, and damaged when it is read."""
@@ -84,7 +84,7 @@ class HardWorker(StorageWorker):
     def restart(self, rng: random.Random) -> None:
         """A new process with empty memory; of the writes in flight some have reached storage, one in part."""
         for job, content in self.in_flight:
-            if job.kind in (JobKind.CASCADE, JobKind.DEMOTE) and rng.random() < 0.5:
+            if job.kind in (*STORAGE_WRITES, JobKind.DEMOTE) and rng.random() < 0.5:
                 self._move(job, content, set(), fail=False)
                 for key, _ in job.chunks[-1:]:
                     self.storage[key] = TORN

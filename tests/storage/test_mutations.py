@@ -65,7 +65,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a write that failed counts as stored",
-        "StorageWrites.ended",
+        "StorageWrites._end_write",
         "records.forget(name)",
         "records.add(name)",
     ),
@@ -140,7 +140,9 @@ SHARED_MUTATIONS = (
 HARD_MUTATIONS = (
     Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "records.forget(name)", "pass"),
     Mutation("what nobody knows stays in storage", "StoragePlanner.adopt", "self._delete_unknown(listed)", "pass"),
-    Mutation("a deletion that failed in part is over", "StorageWrites.ended", "records.to_delete[_] = None", "pass"),
+    Mutation(
+        "a deletion that failed in part is over", "StorageWrites._end_deletion", "records.to_delete[_] = None", "pass"
+    ),
     Mutation(
         "what a killed worker was writing goes on",
         "ReportHandler._handle_restart",

@@ -266,7 +266,7 @@ def test_a_reset_clears_every_tier_and_one_that_hangs_holds_up_itself_only():
     engine.scheduler.reset()
     assert stored(engine, 0) == stored(engine, 1) == set()
     plan = engine.turn()
-    assert [(job.tier_id, job.clears_storage) for job in plan.jobs] == [(0, True), (1, True)]
+    assert [(job.tier_id, job.kind) for job in plan.jobs] == [(0, JobKind.CLEAR), (1, JobKind.CLEAR)]
     assert engine.workers[0].storages[0] == {}
     compute(engine, B)
     assert stored(engine, 0) == set(engine.keys(B))

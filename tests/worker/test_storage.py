@@ -54,8 +54,14 @@ class StorageEngine(Engine):
     def move(self, kind, chunks, deleted=()):
         return storage_job(self.new_job_id(), kind, chunks, deleted=deleted)
 
-    def cascade(self, *chunks, deleted=()):
-        return self.move(JobKind.CASCADE, chunks, deleted)
+    def cascade(self, *chunks):
+        return self.move(JobKind.CASCADE, chunks)
+
+    def delete(self, *names):
+        return self.move(JobKind.DELETE, (), names)
+
+    def clear(self):
+        return self.move(JobKind.CLEAR, ())
 
     def demote(self, *chunks):
         return self.move(JobKind.DEMOTE, chunks)
@@ -211,7 +217,7 @@ def test_nothing_waits_for_storage(call):
     slow = {
         "read": lambda: engine.promote((1, 5)),
         "write": lambda: engine.cascade((2, 1)),
-        "delete": lambda: engine.cascade(deleted=(1,)),
+        "delete": lambda: engine.delete(1),
     }[call]()
     if call == "read":
         engine.step(loads=[slow])
@@ -244,7 +250,7 @@ def test_only_threads_of_its_own_call_the_tier():
     for job, is_load in ((engine.cascade((1, 0)), False), (engine.promote((1, 1)), True)):
         engine.step(**{"loads" if is_load else "saves": [job]})
         assert engine.done(job).state is FINISHED
-    delete = engine.cascade(deleted=(1,))
+    delete = engine.delete(1)
     engine.step(saves=[delete])
     assert engine.done(delete).state is FINISHED
     names = {name.split("-", 3)[2] for name in engine.disk.threads}
@@ -308,9 +314,9 @@ def test_what_is_deleted_cannot_be_read():
     engine.step(saves=[cascade])
     engine.expect_stored(cascade)
     assert engine.done(cascade).state is FINISHED
-    delete = engine.cascade((3, 0), deleted=(1, 7))
-    engine.step(saves=[delete])
-    assert engine.done(delete).state is FINISHED
+    delete, cascade = engine.delete(1, 7), engine.cascade((3, 0))
+    engine.step(saves=[delete, cascade])
+    assert set(engine.states().values()) == {FINISHED}
     assert set(engine.disk.values) == {key_of(2), key_of(3)}
     promote = engine.promote((1, 5), (2, 6))
     engine.step(loads=[promote])
@@ -324,9 +330,8 @@ def test_a_key_is_deleted_before_it_is_written_again():
     engine = StorageEngine()
     engine.fill([0])
     for _ in range(20):
-        both = engine.cascade((1, 0), deleted=(1,))
-        engine.step(saves=[both])
-        assert engine.done(both).state is FINISHED
+        engine.step(saves=[engine.delete(1), engine.cascade((1, 0))])
+        assert set(engine.states().values()) == {FINISHED}
         assert key_of(1) in engine.disk.values
 
 
@@ -341,10 +346,16 @@ def test_a_call_that_raises_fails_its_chunks_and_no_others(call, error):
     assert engine.done(first).state is FINISHED
     engine.disk.failing, engine.disk.error = {call}, error
     before = engine.host.copy()
-    job = engine.promote((1, 5), (2, 6)) if call == "read" else engine.cascade((3, 2), (4, 3), deleted=(2,))
-    engine.step(**{"loads" if call == "read" else "saves": [job]})
-    result = engine.done(job)
-    assert (result.state, result.failed_blocks) == (FAILED, {"read": (), "write": (0, 1), "delete": (2,)}[call])
+    jobs = {
+        "read": engine.promote((1, 5), (2, 6)),
+        "delete": engine.delete(2, 5),
+        "write": engine.cascade((3, 2), (4, 3)),
+    }
+    engine.step(loads=[jobs["read"]] if call == "read" else [], saves=[jobs["delete"], jobs["write"]])
+    results = engine.drain()
+    result = results.pop(jobs[call].job_id)
+    assert (result.state, result.failed_blocks) == (FAILED, ())
+    assert {other.state for other in results.values()} == {FINISHED}
     assert type(error).__name__ in result.error
     np.testing.assert_array_equal(engine.host_bytes(), before)
     engine.disk.failing = set()
@@ -556,7 +567,12 @@ BAD = [
     ("PROMOTE", {"chunks": ((b"", 0),)}, "not bytes"),
     ("PROMOTE", {"chunks": [(key_of(1), 0)]}, "not tuples"),
     ("CASCADE", {"chunks": (key_of(1),)}, "not a pair"),
-    ("CASCADE", {"deleted_keys": (5,)}, "not bytes"),
+    ("DELETE", {"deleted_keys": (5,)}, "not bytes"),
+    ("DELETE", {}, "keys to delete are ()"),
+    ("DELETE", {"deleted_keys": (key_of(1),), "chunks": ((key_of(1), 0),)}, "a deletion has chunks"),
+    ("CLEAR", {"chunks": ((key_of(1), 0),)}, "a clearing has chunks"),
+    ("CLEAR", {"deleted_keys": (key_of(1),)}, "some of a deletion only"),
+    ("CASCADE", {"deleted_keys": (key_of(1),)}, "some of a deletion only"),
     ("CASCADE", {"parts": ("part",)}, "parts"),
 ]
 
@@ -797,7 +813,7 @@ def test_storage_is_cleared_after_all_earlier_writes_and_before_all_later_ones()
     engine.fill(range(4))
     engine.disk.gates["write"] = gate = threading.Event()
     before = engine.cascade((1, 0), (2, 1))
-    clear = dataclasses.replace(engine.cascade(), clears_storage=True)
+    clear = engine.clear()
     after = engine.cascade((3, 2), (4, 3))
     engine.step(saves=[before, clear, after])
     engine.expect_stored(before)
@@ -812,7 +828,7 @@ def test_storage_is_cleared_after_all_earlier_writes_and_before_all_later_ones()
 def test_a_clear_that_fails_is_reported():
     engine = StorageEngine()
     engine.disk.failing = {"clear"}
-    clear = dataclasses.replace(engine.cascade(), clears_storage=True)
+    clear = engine.clear()
     engine.step(saves=[clear])
     result = engine.done(clear)
     assert (result.state, result.failed_blocks, result.error) == (FAILED, (), "OSError: injected")
@@ -824,7 +840,7 @@ def test_close_ends_threads_that_wait_for_a_clear():
     own = io_threads() - before
     engine.fill([0])
     engine.disk.gates["clear"] = gate = threading.Event()
-    engine.step(saves=[dataclasses.replace(engine.cascade(), clears_storage=True)])
+    engine.step(saves=[engine.clear()])
     engine.wait_for("clear")
     engine.worker.close()
     gate.set()

@@ -69,7 +69,7 @@ def test_a_tier_that_hangs_blocks_no_copy_of_the_other(engine, call, hangs_far):
         stuck = of_hanging(engine.promote((1, 1)))
         engine.step(loads=[stuck])
     else:
-        stuck = of_hanging(dataclasses.replace(engine.cascade((3, 0)), clears_storage=call == "clear"))
+        stuck = of_hanging(engine.clear() if call == "clear" else engine.cascade((3, 0)))
         engine.step(saves=[stuck])
     assert hanging.began.wait(60)
     # Keys 3 and 5 have the same thread within a tier.

@@ -124,8 +124,11 @@ class StateEngine(EngineBase):
     def job(self, kind, *chunks, deleted=()):
         return CopyJob(job_id=self.new_job_id(), kind=kind, chunks=chunks, deleted_keys=tuple(deleted))
 
-    def cascade(self, *chunks, deleted=()):
-        return self.job(JobKind.CASCADE, *chunks, deleted=deleted)
+    def cascade(self, *chunks):
+        return self.job(JobKind.CASCADE, *chunks)
+
+    def delete(self, names):
+        return self.job(JobKind.DELETE, deleted=names)
 
     def promote(self, *chunks):
         return self.job(JobKind.PROMOTE, *chunks)
@@ -278,7 +281,7 @@ def test_other_states_are_another_fingerprint(tmp_path):
 @pytest.mark.parametrize("number", range(NUM_PARTS))
 def test_a_state_without_one_of_its_records_is_missing_and_the_slot_stays(number):
     engine, stored = engine_with_a_state()
-    engine.run(engine.cascade(deleted=[parts(1)[number]]))
+    engine.run(engine.delete([parts(1)[number]]))
     assert set(engine.disk.values) == {chunk(1), *parts(1)} - {parts(1)[number]}
     host = engine.host()
     result = engine.run(engine.promote((state(1), engine.state(1)), (chunk(1), 0)))
@@ -334,7 +337,7 @@ def test_a_write_that_fails_on_its_way_has_failed_and_its_parts_can_be_deleted()
     result = engine.run(engine.promote((state(2), engine.state(0))))
     assert result.missing_chunks == (0,)
     engine.expect(host, host)
-    engine.run(engine.cascade(deleted=parts(2)))
+    engine.run(engine.delete(parts(2)))
     engine.run(engine.cascade((chunk(1), 0)))
     assert set(engine.disk.values) == {*parts(1), chunk(1)}
 

@@ -128,6 +128,8 @@ class Job:
         """What its failure means for the engine, for a log line."""
         if self.kind is JobKind.LOOKUP:
             return "requests compute what it asked for"
+        if self.kind in (JobKind.CLEAR, JobKind.DELETE):
+            return "it is tried again"
         if self.kind.of_storage:
             return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
         if self.kind.of_swap:
@@ -251,7 +253,6 @@ class JobTable:
         writes: HostContents | None = None,
         num_valid_tokens: int = 0,
         deleted_keys: tuple[ChunkKey, ...] = (),
-        clears_storage: bool = False,
         prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
         tier_id: int = 0,
         nbytes: int = 0,
@@ -264,7 +265,7 @@ class JobTable:
           held: the resources that it holds; from now on the job may be the probe of their breaker.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
           deadline_s, writes, num_valid_tokens: see `Job`.
-          deleted_keys, clears_storage, prefixes, tier_id: see `CopyJob`.
+          deleted_keys, prefixes, tier_id: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
         if kind.of_storage:  # it has no parts
@@ -273,7 +274,6 @@ class JobTable:
                 kind=kind,
                 chunks=tuple(zip(held.keys, held.slots, strict=True)),
                 deleted_keys=deleted_keys,
-                clears_storage=clears_storage,
                 prefixes=prefixes,
                 tier_id=tier_id,
             )

@@ -88,8 +88,10 @@ def storage_job_error(job: CopyJob, *, slots: Sequence[range], num_ranks: int, n
             return f"rank {job.rank!r:.100}; this worker has {num_ranks}, from 0 on"
         if type(job.tier_id) is not int or not 0 <= job.tier_id < num_tiers:
             return f"tier {job.tier_id!r:.100}; this worker has {num_tiers}, from 0 on"
-        if type(job.clears_storage) is not bool or (job.clears_storage and job.kind is not JobKind.CASCADE):
-            return f"clears_storage is {job.clears_storage!r:.100}; expected a bool, true only of a cascade"
+        if chunks and job.kind in (JobKind.CLEAR, JobKind.DELETE):
+            return f"a {job.kind.value} has chunks"
+        if bool(deleted) is not (job.kind is JobKind.DELETE):
+            return f"keys to delete are {deleted!r:.100}; expected some of a deletion only"
         return _prefixes_error(job)
     except AttributeError as e:
         return f"it has no {e.name}"
@@ -100,8 +102,8 @@ def _prefixes_error(job: CopyJob) -> str:
     prefixes, is_lookup = job.prefixes, job.kind is JobKind.LOOKUP
     if type(prefixes) is not tuple or bool(prefixes) is not is_lookup:
         return f"prefixes are {prefixes!r:.100}; expected a tuple, with some only of a lookup"
-    if is_lookup and (job.chunks or job.deleted_keys):
-        return "a lookup has chunks, or keys to delete"
+    if is_lookup and job.chunks:
+        return "a lookup has chunks"
     if not all(type(prefix) is tuple and prefix for prefix in prefixes):
         return "a prefix is not a tuple, or empty"
     if not all(type(key) is bytes and key for prefix in prefixes for key in prefix):

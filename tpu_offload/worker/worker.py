@@ -36,7 +36,7 @@ from tpu_offload.errors import CachesLostError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
-from tpu_offload.types import CacheEpoch, CopyJob, JobKind, JobResult, Pool, StepPlan, StepReport
+from tpu_offload.types import STORAGE_WRITES, CacheEpoch, CopyJob, JobKind, JobResult, Pool, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import plan_host_pools
@@ -230,7 +230,7 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        if not (plan.jobs and plan.of(JobKind.SAVE, JobKind.CASCADE)):  # else `end_step` starts the last of them
+        if not (plan.jobs and plan.of(JobKind.SAVE, *STORAGE_WRITES)):  # else `end_step` starts the last of them
             self._jobs.raise_watermark(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
                 return kv_caches  # nearly always
@@ -283,7 +283,7 @@ class OffloadWorker:
         if self._storage is None:
             self._refuse(demotions, _NO_STORAGE)
         elif demotions:
-            self._storage.cascade(demotions)
+            self._storage.write(demotions)
         # Early saves and swap-outs read their blocks before loads, swap-ins or the forward pass write them.
         if self._tier is None:
             self._refuse((*early, *loads), _OFF)
@@ -360,7 +360,7 @@ class OffloadWorker:
         else:  # unpickled a second time, or not the one that has begun
             plan = self._sound(plan)
             if given is None or plan.step_id != sound.step_id:
-                if plan.of(JobKind.SAVE, JobKind.CASCADE):
+                if plan.of(JobKind.SAVE, *STORAGE_WRITES):
                     self._gate.ignore_end(plan)
                 return
             if self._gate.is_stale(plan):
@@ -377,12 +377,12 @@ class OffloadWorker:
                 self.mark_caches_lost()
                 raise
             self._jobs.raise_watermark(plan.next_job_id)
-        cascades = plan.of(JobKind.CASCADE)
+        writes = plan.of(*STORAGE_WRITES)
         if self._storage is None:
-            self._refuse(cascades, _NO_STORAGE)
-        elif cascades:
-            self._storage.cascade(cascades)
-        if cascades:
+            self._refuse(writes, _NO_STORAGE)
+        elif writes:
+            self._storage.write(writes)
+        if writes:
             self._jobs.raise_watermark(plan.next_job_id)
 
     def poll(self, *, wait: bool = False, wait_s: float = _MAX_WAIT_S) -> StepReport:

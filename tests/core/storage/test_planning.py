@@ -14,7 +14,7 @@ from tests.storage.lives import live
 from tests.storage.memory_tier import NAME
 from tpu_offload import ConfigError, JobResult, JobState, MatchState, OffloadConfig, OffloadScheduler, StepReport
 from tpu_offload.core.index import ChunkState
-from tpu_offload.types import CopyJob, JobKind
+from tpu_offload.types import STORAGE_WRITES, CopyJob, JobKind
 
 A, B, C = prompt(1), prompt(2), prompt(3)
 HIT, MISS, ARRIVING = MatchState.HIT, MatchState.MISS, MatchState.ARRIVING
@@ -605,13 +605,13 @@ def test_a_job_is_pickled_whole():
 def test_kinds_are_dispatched_in_their_order():
     order = list(JobKind)
     assert order.index(JobKind.PROMOTE) < order.index(JobKind.LOAD)
-    assert order[-1] is JobKind.CASCADE
+    assert order[-3:] == [JobKind.CLEAR, JobKind.DELETE, JobKind.CASCADE] == [*STORAGE_WRITES]
     assert order[0] is JobKind.DEMOTE, "it reads slots that all others may write"
 
 
-def test_positions_of_chunks_then_of_deleted_keys():
-    job = CopyJob(job_id=0, kind=JobKind.CASCADE, chunks=((b"a", 0),), deleted_keys=(b"b", b"c"))  # type: ignore[arg-type]
-    assert (job.num_items, job.num_blocks) == (3, 0)
+def test_keys_that_are_deleted_can_fail_one_by_one():
+    job = CopyJob(job_id=0, kind=JobKind.DELETE, deleted_keys=(b"b", b"c"))  # type: ignore[arg-type]
+    assert (job.num_items, job.num_blocks) == (2, 0)
 
 
 def test_a_worker_without_the_tier_is_an_error_in_one_line():

@@ -4,7 +4,7 @@ import pytest
 
 from tests.inside import storage_planner
 from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload.types import ChunkKey, JobKind
+from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
 
 A, B, C = (prompt(i) for i in range(1, 4))
 OTHER = ChunkKey(b"of another namespace, or of another model")
@@ -30,7 +30,7 @@ def adopt(engine, *listings):
 
 
 def clears(plans):
-    return [job for plan in plans for job in plan.jobs if job.clears_storage]
+    return [job for plan in plans for job in plan.jobs if job.kind is JobKind.CLEAR]
 
 
 def test_what_was_stored_is_promoted():
@@ -131,7 +131,7 @@ def test_a_reset_clears_before_anything_is_written(engine):
     engine.serve("b", B)
     plans = engine.rest()
     assert not engine.workers[0].storage.keys() & set(engine.keys(A))
-    written = [bool(job.chunks) for plan in plans for job in plan.of(JobKind.CASCADE)]
+    written = [bool(job.chunks) for plan in plans for job in plan.of(*STORAGE_WRITES)]
     assert sorted(written) == written, "never before the clear"
     engine.fill(C)
     engine.check_storage([B, C])
@@ -144,7 +144,7 @@ def test_a_clear_that_fails_is_retried_and_nothing_is_written(engine):
         assert len(clears([plan])) == 1
         assert engine.workers[0].storage, "it failed"
     plan = engine.turn()
-    assert len(clears([plan])) == len(plan.of(JobKind.CASCADE)) == 1
+    assert len(clears([plan])) == len(plan.of(*STORAGE_WRITES)) == 1
     assert not engine.workers[0].storage
     assert not planner(engine).writes.must_clear
     engine.fill(C)

@@ -54,6 +54,7 @@ from tpu_offload.adapters.vllm.settings import (
     state_groups,
 )
 from tpu_offload.adapters.vllm.stage_outputs import StageOutputs
+from tpu_offload.types import STORAGE_WRITES
 from tpu_offload.worker.arrays import renew
 
 if TYPE_CHECKING:
@@ -331,7 +332,7 @@ class WorkerSide:
     @property
     def _saves_of_plan(self) -> Sequence[CopyJob]:
         """What the end of the step starts."""
-        return self._plan.of(JobKind.SAVE, JobKind.CASCADE)
+        return self._plan.of(JobKind.SAVE, *STORAGE_WRITES)
 
     def _cancel(self, jobs: Sequence[CopyJob], error: str) -> None:
         """Reports jobs that were not started as cancelled, which is no failure to circuit breakers."""

@@ -10,9 +10,9 @@ from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.host_contents import HostContents
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.storage.records import StoredRecords
-from tpu_offload.types import ChunkKey, JobKind
+from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
 
-WRITES = (JobKind.CASCADE, JobKind.DEMOTE)
+WRITES = (*STORAGE_WRITES, JobKind.DEMOTE)
 STORAGE_JOBS = (JobKind.LOOKUP, JobKind.PROMOTE, *WRITES)
 ACCOUNT = "storage"  # for the circuit breakers
 
@@ -66,18 +66,16 @@ class TierJobs:
         now_s: float,
         writes: HostContents | None = None,
         deleted: tuple[ChunkKey, ...] = (),
-        clears: bool = False,
     ) -> Job:
         """Plans a job that copies what is in these slots, deletes records, or empties the tier."""
-        label = "everything" if clears else f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks"
+        what = {JobKind.CLEAR: "everything", JobKind.DELETE: f"{len(deleted)} keys"}.get(kind, f"{len(keys)} chunks")
         return self._jobs.plan(
             kind,
             (),
             Holdings(kind.direction, breaker, keys=tuple(keys), slots=tuple(slots)),
-            request=f"{label} in {self._label}",
+            request=f"{what} in {self._label}",
             writes=writes,
             deleted_keys=deleted,
-            clears_storage=clears,
             tier_id=self._tier_id,
             nbytes=self._records.nbytes(slots),
             deadline_s=now_s + self._config.job_timeout_s,

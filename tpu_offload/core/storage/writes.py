@@ -8,7 +8,7 @@ A demotion reads a slot that belongs to something else already. Its bytes are st
 plan write slots, each plan has the demotions of all that was evicted since the last one, and the workers dispatch them
 before all other jobs (`JobKind`). So a demotion cannot be repeated in a later step: what has no room is dropped.
 
-A deletion is sent as a cascade without chunks, and so is the order to clear the tier.
+Deletions, and the order to clear the tier, are jobs of their own.
 """
 
 from collections import OrderedDict, deque
@@ -200,7 +200,7 @@ class StorageWrites:
         if records.to_delete and not records.num_deleting and self._deletions.admits(ACCOUNT):
             records.num_deleting = min(len(records.to_delete), _MAX_DELETES if self._deletions.closed else 1)
             deleted = tuple([records.to_delete.popitem(last=False)[0] for _ in range(records.num_deleting)])
-            self._jobs.plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, deleted=deleted)
+            self._jobs.plan(JobKind.DELETE, (), (), self._deletions, now_s=now_s, deleted=deleted)
         if writes:
             self._plan_cascade(now_s)
 
@@ -208,7 +208,7 @@ class StorageWrites:
         """Nothing else is planned before it has succeeded."""
         if not self._is_clearing and self._deletions.admits(ACCOUNT):
             self._is_clearing = True
-            self._jobs.plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, clears=True)
+            self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s)
 
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
@@ -306,12 +306,26 @@ class StorageWrites:
     # Ends, resets and losses.
 
     def ended(self, job: Job, bad: frozenset[int]) -> None:
-        """What every worker has written is stored; the rest, and what could not be deleted, is deleted again."""
-        records = self._records
-        if job.wire.clears_storage:
+        """A write, a deletion or a clearing has ended.
+
+        Args:
+          job: the job.
+          bad: positions of the chunks or keys for which some worker has failed.
+        """
+        if job.kind is JobKind.CLEAR:
             self._is_clearing = False
             self._must_clear = job.all_failed
             return
+        if job.kind is JobKind.DELETE:
+            self._end_deletion(job, bad)
+        else:
+            self._end_write(job, bad)
+        if self.demotes:
+            self._evict()
+
+    def _end_write(self, job: Job, bad: frozenset[int]) -> None:
+        """What every worker has written is stored; the rest is deleted again."""
+        records = self._records
         for i, (key, slot) in reversed(list(enumerate(zip(job.keys, job.slots, strict=True)))):
             names = records.of_slot(key, slot)
             records.writing.difference_update(names)
@@ -324,18 +338,24 @@ class StorageWrites:
                 self._counts.cascaded_chunks += 1
                 self._own_counts.cascaded_chunks += 1
                 self._counts.cascaded_nbytes += records.nbytes((slot,))
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """The prefixes of requests count as used that are not being written any more."""
         while self._finished and not self._is_underway(self._finished[0][0]):
-            records.touch(reversed(self._finished.popleft()[1]))
-        deleted = job.wire.deleted_keys
+            self._records.touch(reversed(self._finished.popleft()[1]))
+
+    def _end_deletion(self, job: Job, bad: frozenset[int]) -> None:
+        """What could not be deleted is deleted again."""
+        records, deleted = self._records, job.wire.deleted_keys
         records.num_deleting -= len(deleted)
-        kept = [name for i, name in enumerate(deleted, len(job.keys)) if i in bad]
+        kept = [name for i, name in enumerate(deleted) if i in bad]
         for name in kept:
             if not records.knows(name):
                 records.to_delete[name] = None
+        self._note_written()
         if kept:
             self._drop_candidates()
-        if self.demotes:
-            self._evict()
 
     def reset(self) -> None:
         """The tier has to be cleared."""

@@ -23,7 +23,7 @@ import jax
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
-from tpu_offload.types import ChunkKey, CopyJob, CopyPart
+from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import error_line
 from tpu_offload.worker.jobs import WorkerJobs
@@ -110,18 +110,17 @@ class StorageCopies:
                     self._readers.submit(key, functools.partial(self._io.read, item))
             self._jobs.drop_ref([job.job_id])
 
-    def cascade(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to clear the tier or delete keys, then dispatches copies of slots and starts to write them."""
+    def write(self, jobs: Sequence[CopyJob]) -> None:
+        """Starts to clear the tier and to delete keys; dispatches copies of slots and starts to write them."""
         for job in self._accept(jobs):
-            if job.clears_storage:
+            if job.kind is JobKind.CLEAR:
                 item = self._begin(job, (), ())
                 self._writers.submit_alone(functools.partial(self._io.clear, item))
             deleted: dict[int, list[int]] = {}
             for i, key in enumerate(job.deleted_keys):
                 deleted.setdefault(self._writers.index(key), []).append(i)
             for numbers in deleted.values():
-                positions = tuple(len(job.chunks) + i for i in numbers)
-                item = self._begin(job, positions, tuple(job.deleted_keys[i] for i in numbers))
+                item = self._begin(job, tuple(numbers), tuple(job.deleted_keys[i] for i in numbers))
                 self._writers.submit(item.keys[0], functools.partial(self._io.delete, item))
             for position, (key, slot) in enumerate(job.chunks):
                 item = self._begin(job, (position,), (key,), slot=slot)

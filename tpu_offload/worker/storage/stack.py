@@ -170,9 +170,9 @@ class StorageStack:
         """Starts to read into slots."""
         self._start(jobs, StorageCopies.promote)
 
-    def cascade(self, jobs: Sequence[CopyJob]) -> None:
+    def write(self, jobs: Sequence[CopyJob]) -> None:
         """Starts to clear tiers or delete keys, then dispatches copies of slots and starts to write them."""
-        self._start(jobs, StorageCopies.cascade)
+        self._start(jobs, StorageCopies.write)
 
     def collect(self) -> None:
         """Dispatches the writes of what was read into its slots, and ends finished items."""
