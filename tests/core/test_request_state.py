@@ -29,7 +29,7 @@ def test_what_is_saved_at_preemption_has_all_else_that_the_request_has():
             setattr(request, name, object())
     if is_compiled():
         request.keys = [ChunkKey(b"k")]
-    saved = request.to_save_early([[1, 2]], 2)
+    saved = request.copy_for_early_save([[1, 2]], 2)
     assert {name: getattr(saved, name) for name in names - OWN} == {
         name: getattr(request, name) for name in names - OWN
     }

@@ -309,7 +309,7 @@ MUTATIONS = (
     Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.early.clear()", ""),
     Mutation(
         "a preempted request saves KV from before a reset",
-        "RequestState.to_save_early",
+        "RequestState.copy_for_early_save",
         "saved.can_save = self.can_save",
         "saved.can_save = True",
     ),
@@ -405,7 +405,7 @@ MUTATIONS = (
     Mutation("a request is promised a chunk that failed for it", "LoadPlanner.match", "had_failed_load", "False"),
     Mutation(
         "the failed chunks of a load that begins inside a chunk are off by its offset",
-        "Transfers._slots_of",
+        "Transfers._slot_of_each_block",
         "_1.slots_of(_2)",
         "_1.slots_of([place - _2[0] % _1.slot_blocks for place in _2])",
     ),
@@ -419,7 +419,10 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "a load in portions has the time of one", "LoadQueue._send", "self._timeout_s * num_portions", "self._timeout_s"
+        "a load in portions has the time of one",
+        "LoadQueue._plan_job",
+        "self._timeout_s * num_portions",
+        "self._timeout_s",
     ),
     Mutation("a load loses the probe of its promise", "JobTable.plan", "held.breaker.hand_over(...)", "pass"),
     Mutation(
@@ -698,7 +701,7 @@ MUTATIONS = (
     Mutation("a checkpoint with a failed piece is kept", "CheckpointTable.complete", "self.drop(_)", "pass"),
     Mutation(
         "the failed pieces of a partly failed save are published",
-        "Pieces.end",
+        "PieceWrites.end",
         "self._checkpoints.complete(_1, success=False, quarantine=quarantine)",
         "self._checkpoints.complete(_1, success=True)",
     ),
@@ -806,7 +809,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a load has no time for its state",
-        "LoadQueue._send",
+        "LoadQueue._plan_job",
         "1 + self._num_unstaged_groups",
         "1",
     ),
@@ -875,8 +878,8 @@ MUTATIONS = (
     Mutation(
         "while slots are vacated they grow again",
         "SegmentMoves.num_slots",
-        "self._slots_of(...)",
-        "self._slots_of(self._limits)",
+        "self._num_slots_in(...)",
+        "self._num_slots_in(self._limits)",
     ),
     Mutation("the last use of a lost chunk is kept", "ChunkIndex._remove", "self._ages.removed(...)", "pass"),
 )

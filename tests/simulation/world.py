@@ -276,7 +276,7 @@ class World:
             if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
                 raise Violation(f"the pools have {moves._limits} segments; expected half of {least} each")
             self.step(0)
-        self._check_num_slots(*moves._slots_of(moves._limits))
+        self._check_num_slots(*moves._num_slots_in(moves._limits))
 
     def _check_num_slots(self, num_chunks: int, num_states: int) -> None:
         """Raises Violation unless the scheduler uses all of the host tier that the workers have."""

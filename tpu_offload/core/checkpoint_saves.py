@@ -18,7 +18,7 @@ from typing import final
 from tpu_offload.core.block_tables import read_ids, read_tokens
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.host_contents import Pieces
+from tpu_offload.core.host_writes import PieceWrites
 from tpu_offload.core.index import ChunkState, NewPiece
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_batch import SaveJobs
@@ -51,7 +51,7 @@ class CheckpointSaves:
 
     def __init__(self, context: TierContext) -> None:
         self._index = context.index
-        self._jobs = SaveJobs(context, _ACCOUNT, Pieces(context.index))
+        self._jobs = SaveJobs(context, _ACCOUNT, PieceWrites(context.index))
         self._counts = context.counts
         self._breaker = context.breakers[Direction.SAVE]
         self._size = context.blocks_per_chunk

@@ -1,8 +1,8 @@
 """Gives back what transfers hold, and ends every job, of any kind: counts it, logs it, updates its circuit breaker.
 
 What a promise, a waiting load, a job or a swapped-out request holds is its `Holdings`; nothing else releases staging
-blocks, pins, holds of checkpoints, places in the swap pool or the probe of a breaker. A planned job keeps them until it
-ends, even if its request ends before. Copies of a job that timed out may still run. Until every worker has finished
+blocks, pins, holds of checkpoints or places in the swap pool. A planned job keeps them until it
+ends, even if its request ends first. Copies of a job that timed out may still run. Until every worker has finished
 with it, the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in
 quarantine (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """
@@ -30,7 +30,7 @@ class Completion:
       index: chunks are unpinned here, checkpoints released, and slots leave quarantine.
       pool: places of the swap pool are released here.
       counts: the counters to increment.
-      timeout_s: for the log.
+      timeout_s: the job timeout, for log lines.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Completion:
         held.breaker.cancel_probe(held.probe)
 
     def release_rest(self, held: Holdings, *, num_chunks: int, num_staging_blocks: int) -> None:
-        """A load takes only the first chunks of those promised: releases what it does not need."""
+        """A load needs only the first of the chunks that were promised: releases the rest."""
         self._staging.release(held.account, held.num_staging_blocks - num_staging_blocks, held.direction)
         held.num_staging_blocks = num_staging_blocks
         if num_chunks < len(held.keys):

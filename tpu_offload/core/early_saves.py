@@ -60,7 +60,7 @@ class EarlySaves:
         tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in given]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        return request.to_save_early(tables, num_chunks)
+        return request.copy_for_early_save(tables, num_chunks)
 
     def add(self, saved: RequestState) -> None:
         """The coming plan saves this."""

@@ -14,12 +14,12 @@ from tpu_offload.types import ChunkKey, Direction
 
 @final
 class Holdings:
-    """The resources of one transfer; it moves unchanged from stage to stage.
+    """What one copy holds: an object that goes from stage to stage. Staging blocks and chunks may be fewer on the way.
 
     Attributes:
       direction: which way the transfer goes.
       breaker: suspends transfers of its kind.
-      probe: names the transfer to the breaker: it may be the probe. From its plan on, the job's id.
+      probe: by what the breaker knows the copy, which may be its probe. From its plan on, the job's id.
       account: the holder of its staging blocks.
       num_staging_blocks: staging blocks; 0 if it needs none, or waits for some.
       keys: chunks of the host tier that it reads, or that it writes and has made PENDING.

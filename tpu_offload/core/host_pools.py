@@ -72,7 +72,7 @@ class HostPools:
         """After the last slot of all pools."""
         return sum(self._max_slots)
 
-    def slots_of(self, pool: int, first: int, end: int) -> range:
+    def slot_range(self, pool: int, first: int, end: int) -> range:
         """The slots of a pool that workers count from `first` to `end - 1`; those that it cannot have are left out."""
         most, before = self._max_slots[pool], self._first_slots[pool]
         return range(before + min(first, most), before + min(end, most))
@@ -167,7 +167,7 @@ class SegmentMoves:
     @property
     def num_slots(self) -> _Sizes:
         """Most slots that the index may use."""
-        return self._slots_of(_smallest(self._limits, self._goal))
+        return self._num_slots_in(_smallest(self._limits, self._goal))
 
     def accepts(self, report: StepReport) -> bool:
         """Notes how many segments a worker can have; whether its slots are those of the present division."""
@@ -182,7 +182,7 @@ class SegmentMoves:
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:
         """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
-        return _smallest(num_slots, self._slots_of(self._limits))
+        return _smallest(num_slots, self._num_slots_in(self._limits))
 
     def plan(self, now_s: float) -> HostDivision | None:
         """Continues or begins a move; returns the division for the coming plan, None for the first one."""
@@ -206,7 +206,7 @@ class SegmentMoves:
 
     def _is_settled(self) -> bool:
         """Whether every worker has all segments of the present division."""
-        needed = self._slots_of(self._limits)
+        needed = self._num_slots_in(self._limits)
         return all(_smallest(known, needed) == needed for known in self._known.values())
 
     def _move(self, now_s: float) -> None:
@@ -227,7 +227,7 @@ class SegmentMoves:
 
     def _vacate(self, now_s: float) -> None:
         """Vacates the slots of the segments that move; at last changes the division."""
-        sizes = zip(self._limits, self._goal, self._slots_of(self._goal), strict=True)
+        sizes = zip(self._limits, self._goal, self._num_slots_in(self._goal), strict=True)
         is_vacated = [
             new >= old or self._index.vacate(pool, num_slots) for pool, (old, new, num_slots) in enumerate(sizes)
         ]
@@ -262,10 +262,10 @@ class SegmentMoves:
         _logger.info(
             "%d segments of the host tier moved; it has memory for %d chunks and %d states now (%d and %d segments of "
             "%.3g GB)",
-            moved, *self._slots_of(self._limits), *self._limits, self._segments.segment_nbytes / _GB,
+            moved, *self._num_slots_in(self._limits), *self._limits, self._segments.segment_nbytes / _GB,
         )  # fmt: skip
 
-    def _slots_of(self, num_segments: _Sizes) -> _Sizes:
+    def _num_slots_in(self, num_segments: _Sizes) -> _Sizes:
         return tuple(map(operator.mul, num_segments, self._segments.segment_slots))
 
     def check_invariants(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.holdings import Holdings
-from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
@@ -71,7 +71,7 @@ class Job:
         wire: CopyJob,
         label: str,
         held: Holdings,
-        writes: HostContents | None,
+        writes: HostWrites | None,
         num_valid_tokens: int,
         num_blocks: int,
         nbytes: int,
@@ -250,7 +250,7 @@ class JobTable:
         *,
         request: str,
         deadline_s: float,
-        writes: HostContents | None = None,
+        writes: HostWrites | None = None,
         num_valid_tokens: int = 0,
         deleted_keys: tuple[ChunkKey, ...] = (),
         prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
@@ -308,7 +308,7 @@ class JobTable:
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
         return job
 
-    def send(self) -> tuple[CopyJob, ...]:
+    def take_planned(self) -> tuple[CopyJob, ...]:
         """Moves all planned jobs into a plan, in the order of `JobKind`."""
         if not self._planned:
             return ()

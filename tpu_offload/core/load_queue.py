@@ -63,7 +63,7 @@ class LoadQueue:
         if not self._staging.stages(Direction.LOAD):
             loads, self._waiting = self._waiting, []
             self._staging.wait_for_loads(queued=False)
-            return [self._send(load, now_s) for load in loads]
+            return [self._plan_job(load, now_s) for load in loads]
         jobs: list[Job] = []
         kept: list[WaitingLoad] = []
         for load in self._waiting:
@@ -74,7 +74,7 @@ class LoadQueue:
             if self._lacks_staging(load):
                 kept.append(load)
             else:
-                jobs.append(self._send(load, now_s))
+                jobs.append(self._plan_job(load, now_s))
         self._waiting = kept
         self._staging.wait_for_loads(queued=bool(kept))
         return jobs
@@ -82,7 +82,7 @@ class LoadQueue:
     def _lacks_staging(self, load: WaitingLoad) -> bool:
         return not load.held.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
-    def _send(self, load: WaitingLoad, now_s: float) -> Job:
+    def _plan_job(self, load: WaitingLoad, now_s: float) -> Job:
         num_portions = 1 + self._num_unstaged_groups  # the row of a state may need a step of its own
         if at_a_time := load.held.num_staging_blocks or self._max_blocks_per_step:
             num_portions += (load.num_staged_blocks - 1) // at_a_time

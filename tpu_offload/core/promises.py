@@ -1,4 +1,4 @@
-"""A load before it is a job: promised by a match, then waiting for the next plan."""
+"""The two states of a load before it is a job: promised by a match, then waiting for the next plan."""
 
 from typing import final
 
@@ -33,7 +33,8 @@ class WaitingLoad:
       held: what was promised, as far as the load needs it.
       parts: the blocks of HBM, and their places in the host tier.
       num_valid_tokens: the request's tokens that were in HBM before it.
-      num_staged_blocks: blocks that will move through the staging buffer, where the path has one: all but states.
+      num_staged_blocks: blocks that will move through the staging buffer, where the path has one: all but rows of
+        states, which are never staged.
       waits_until_s: time after which it stops waiting for staging blocks.
       failed_blocks: positions of blocks that can no longer be copied.
       all_failed: none of its blocks can be used.

@@ -110,7 +110,7 @@ class ReportHandler:
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for pool, first, end in report.lost_slots:
-            slots = self._pools.slots_of(pool, first, end)
+            slots = self._pools.slot_range(pool, first, end)
             self._mark_slots_lost(slots.start, slots.stop)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.mark_blocks_lost(group_id, first, end)

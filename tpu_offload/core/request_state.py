@@ -1,4 +1,4 @@
-"""The scheduler's state of one request, from its first match until it gives its blocks back."""
+"""The scheduler's state of one request, from its first match, admission or offer until it gives its blocks back."""
 
 import dataclasses
 import itertools
@@ -59,12 +59,12 @@ class Arrival:
     """How long the matches of a request may be ARRIVING, and what it has asked shared storage for.
 
     Attributes:
-      since_s: when they began to be answered so; None if they were not since it held blocks.
+      since_s: when a match was first answered with ARRIVING since it last held blocks; None if none was.
       storage_wait_s: how long they may be for chunks of storage; None until that was estimated.
       num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
       num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
       awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
-      lookup_wait_s: how long they may be for that; else 0.
+      lookup_wait_s: how long they may be ARRIVING for that lookup; 0 if it waits for none.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class RequestState:
       block_tables: per layer group, its first blocks, at least those of the chunks on offer, as the engine last named
         them; not shared. Empty while nothing is on offer.
       num_offered_chunks: leading chunks that should be in the host tier by now; their keys are known.
-      num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
+      num_gone_chunks: leading chunks that HBM has evicted already (of a prefix that it evicts).
       num_tried_chunks: `num_offered_chunks` when a plan last tried to save them.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
@@ -138,7 +138,7 @@ class RequestState:
         self.can_save = True
         self.has_kv = True
 
-    def to_save_early(self, block_tables: list[Ids], num_chunks: int) -> "RequestState":
+    def copy_for_early_save(self, block_tables: list[Ids], num_chunks: int) -> "RequestState":
         """What stands for the request after its preemption, while the chunks in these blocks are saved."""
         saved = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
         saved.limits = self.limits

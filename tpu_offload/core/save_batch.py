@@ -7,7 +7,7 @@ from typing import final
 from tpu_offload.core.block_tables import plain
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.holdings import Holdings
-from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.core.jobs import label_of
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.types import ChunkKey, CopyPart, Direction, JobKind
@@ -23,7 +23,7 @@ class SaveJobs:
       writes: what they write.
     """
 
-    def __init__(self, context: TierContext, account: str, writes: HostContents) -> None:
+    def __init__(self, context: TierContext, account: str, writes: HostWrites) -> None:
         self._jobs = context.jobs
         self._staging = context.staging
         self._breaker = context.breakers[Direction.SAVE]

@@ -13,7 +13,7 @@ from tpu_offload.core.checkpoint_saves import CheckpointSaves, Tail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.host_contents import Chunks
+from tpu_offload.core.host_writes import ChunkWrites
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_batch import SaveBatch, SaveJobs
@@ -75,7 +75,7 @@ class SavePlanner:
     def __init__(self, context: TierContext, policy: SavePolicy) -> None:
         self._index = context.index
         self._staging = context.staging
-        self._jobs = SaveJobs(context, _ACCOUNT, Chunks(context.index))
+        self._jobs = SaveJobs(context, _ACCOUNT, ChunkWrites(context.index))
         self._policy = policy
         self._breaker = context.breakers[Direction.SAVE]
         self._backoff = context.backoff

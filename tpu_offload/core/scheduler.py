@@ -278,7 +278,7 @@ class OffloadScheduler:
             self._storage.hit(request.keys[: request.last_match.num_found_chunks])
             if load.held.checkpoint is not None:
                 self._storage.hit_checkpoint(load.held.checkpoint)
-        self._transfers.send(load)
+        self._transfers.queue_load(load)
         self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
 
@@ -412,7 +412,7 @@ class OffloadScheduler:
         self._swap.begin_step()
         plan = StepPlan(
             step_id=self._num_steps,
-            jobs=self._jobs.send(),
+            jobs=self._jobs.take_planned(),
             cancelled_job_ids=cancelled,
             next_job_id=self._jobs.next_job_id,
             cache_epochs=self._workers.epochs,

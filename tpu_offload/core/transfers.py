@@ -1,4 +1,4 @@
-"""Transfers between HBM and the host tier, from their plan to their end.
+"""Saves and loads between HBM and the host tier: loads from their admission, saves from their plan, to their end.
 
 Every job ends once: finished, failed, cancelled or timed out. At the end the chunks of a save become visible or are
 removed. The copy of a job that timed out may still run: until every worker has finished with it, its staging blocks
@@ -11,7 +11,7 @@ from typing import final
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import FailedLoad, FinishedTransfer
-from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
@@ -60,7 +60,7 @@ class Transfers:
 
     # Planning.
 
-    def send(self, load: WaitingLoad) -> None:
+    def queue_load(self, load: WaitingLoad) -> None:
         """Queues a load for the next plan that has room for it."""
         self._queue.add(load)
 
@@ -78,7 +78,7 @@ class Transfers:
         return tuple(self._to_cancel)
 
     def detach(self, load: Job | WaitingLoad) -> None:
-        """Gives up a load whose blocks are about to be reused."""
+        """The request waits for this load no more: the workers are told to cancel it."""
         if isinstance(load, WaitingLoad):  # no worker knows of it: it ends here
             self._queue.remove(load)
         else:
@@ -199,7 +199,7 @@ class Transfers:
                 if job.held.checkpoint is not None:  # it is of use as a whole
                     job.all_failed = True
                     continue
-                slots = self._slots_of(job)
+                slots = self._slot_of_each_block(job)
                 job.failed_blocks |= {i for i, slot in enumerate(slots) if first <= slot < end}
 
     def mark_lost(self, keys: Sequence[ChunkKey]) -> None:
@@ -237,7 +237,7 @@ class Transfers:
             return set(job.slots)
         if not job.failed_blocks:
             return _NO_SLOTS
-        slots = self._slots_of(job)
+        slots = self._slot_of_each_block(job)
         return {slots[i] for i in job.failed_blocks}
 
     def _lose_pieces(self, job: Job, checkpoint: Checkpoint, bad: Set[int], *, too_often: bool) -> None:
@@ -251,7 +251,7 @@ class Transfers:
         elif too_often:
             self._index.checkpoints.lose_pieces(checkpoint.slots)
 
-    def _slots_of(self, job: Job | WaitingLoad) -> list[int]:
+    def _slot_of_each_block(self, job: Job | WaitingLoad) -> list[int]:
         """The slot in the host tier of each block of a job, or row."""
         return [slot for part in job.parts for slot in self._groups[part.group_id].slots_of(part.host_block_ids)]
 
@@ -264,13 +264,13 @@ class Transfers:
             return self._backoff.failed(keys, job.direction, job_id=job.job_id, next_job_id=self._jobs.next_job_id)
         return []
 
-    def _end_save(self, job: Job, contents: HostContents, bad: Set[int]) -> None:
+    def _end_save(self, job: Job, writes: HostWrites, bad: Set[int]) -> None:
         """Publishes what every worker has, and removes the rest."""
-        saved, lost = contents.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
-        if saved and self._on_saved is not None:
-            self._on_saved(saved)
-        if lost:
-            self.mark_lost(lost)
+        published, removed = writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        if published and self._on_saved is not None:
+            self._on_saved(published)
+        if removed:
+            self.mark_lost(removed)
 
     def _resume_request(self, job: Job) -> None:
         """A load has ended, or was given up: adds it to the next update, and the request stops waiting."""
@@ -282,8 +282,8 @@ class Transfers:
             return
         self._had_failed_loads.add(request_id)
         # The blocks before the first failed one are valid.
-        is_void = job.all_failed or job.held.checkpoint is not None  # a checkpoint is of use as a whole
-        num_loaded = 0 if is_void else min(position % _blocks_per_group(job) for position in job.failed_blocks)
+        is_useless = job.all_failed or job.held.checkpoint is not None  # a checkpoint is of use as a whole
+        num_loaded = 0 if is_useless else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
             FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)

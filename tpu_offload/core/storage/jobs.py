@@ -7,7 +7,7 @@ from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.holdings import Holdings
-from tpu_offload.core.host_contents import HostContents
+from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
@@ -64,7 +64,7 @@ class TierJobs:
         breaker: CircuitBreaker,
         *,
         now_s: float,
-        writes: HostContents | None = None,
+        writes: HostWrites | None = None,
         deleted: tuple[ChunkKey, ...] = (),
     ) -> Job:
         """Plans a job that copies what is in these slots, deletes records, or empties the tier."""

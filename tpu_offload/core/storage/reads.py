@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.host_contents import Chunks, HostContents, Pieces
+from tpu_offload.core.host_writes import ChunkWrites, HostWrites, PieceWrites
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
@@ -80,7 +80,7 @@ class StorageReads:
     ) -> None:
         self._tier_id = tier.tier_id
         self._index = context.index
-        self._chunks, self._pieces = Chunks(context.index), Pieces(context.index)
+        self._chunks, self._pieces = ChunkWrites(context.index), PieceWrites(context.index)
         self._counts = context.counts
         self._own_counts = own_counts
         self._clock = context.clock
@@ -136,7 +136,7 @@ class StorageReads:
         self._plan(pieces, slots, self._pieces, end=end)
 
     def _plan(
-        self, keys: Sequence[ChunkKey], slots: Sequence[int], writes: HostContents, *, end: ChunkKey | None
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], writes: HostWrites, *, end: ChunkKey | None
     ) -> None:
         names = self._records.of_slots(keys, slots)
         self._records.touch(reversed(names))  # the head last, so that tails are evicted first
@@ -246,12 +246,12 @@ class StorageReads:
         self._own_counts.promoted_chunks += len(good)
         self._counts.promoted_nbytes += self._records.nbytes(good)
         assert job.writes is not None, "a promotion writes the host tier"
-        saved, lost = job.writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
-        if saved:
-            self._counts.promoted_tokens += len(saved) * self._chunk_tokens
-            self._neighbors.note_promoted(self._tier_id, saved)
-        if lost:
-            self._mark_lost(lost)
+        published, removed = job.writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        if published:
+            self._counts.promoted_tokens += len(published) * self._chunk_tokens
+            self._neighbors.note_promoted(self._tier_id, published)
+        if removed:
+            self._mark_lost(removed)
 
     def _forget(self, key: ChunkKey, slot: int) -> None:
         """What could not be read is deleted."""

@@ -1,4 +1,4 @@
-"""What a job writes into the host tier: chunks of full attention, or pieces of checkpoints.
+"""Publishes what a save or a promotion wrote to the host tier: chunks of full attention, or pieces of checkpoints.
 
 Saves and promotions have one of these. When such a job ends, it makes what every worker has written visible to
 lookups, and removes the rest.
@@ -17,26 +17,26 @@ class Written(NamedTuple):
     """What became of the chunks of full attention that a job has written.
 
     Attributes:
-      saved: those that lookups find now.
-      lost: those that were removed.
+      published: those that lookups find now.
+      removed: the others.
     """
 
-    saved: Sequence[ChunkKey]
-    lost: Sequence[ChunkKey]
+    published: Sequence[ChunkKey]
+    removed: Sequence[ChunkKey]
 
 
 _NO_CHUNKS = Written((), ())
 
 
-class HostContents(abc.ABC):
-    """A kind of contents of slots."""
+class HostWrites(abc.ABC):
+    """How what is in one kind of slot is published or removed."""
 
     @abc.abstractmethod
     def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
         """The job has ended: publishes what it has written, and drops the rest.
 
         Args:
-          held: the slots that it has written, and their keys.
+          held: what the job holds: the slots that it has written, and their keys.
           bad: those of the slots whose bytes some worker does not have.
           quarantine: late copies may still write the bad slots.
         """
@@ -47,7 +47,7 @@ class HostContents(abc.ABC):
 
 
 @final
-class Chunks(HostContents):
+class ChunkWrites(HostWrites):
     """Chunks of full attention, one in each slot.
 
     Args:
@@ -58,38 +58,38 @@ class Chunks(HostContents):
         self._index = index
 
     def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
-        """See `HostContents`."""
+        """See `HostWrites`."""
         keys, slots = held.keys, held.slots
         if not bad:
             self._index.complete(keys, slots, success=True)
             return Written(keys, ())
         good = [i for i, slot in enumerate(slots) if slot not in bad]
-        saved = [keys[i] for i in good]
+        published = [keys[i] for i in good]
         if good:
-            self._index.complete(saved, [slots[i] for i in good], success=True)
+            self._index.complete(published, [slots[i] for i in good], success=True)
         failed = [i for i, slot in enumerate(slots) if slot in bad]
-        lost = [keys[i] for i in failed]
-        self._index.complete(lost, [slots[i] for i in failed], success=False, quarantine=quarantine)
-        return Written(saved, lost)
+        removed = [keys[i] for i in failed]
+        self._index.complete(removed, [slots[i] for i in failed], success=False, quarantine=quarantine)
+        return Written(published, removed)
 
     def pending(self, held: Holdings) -> tuple[Sequence[ChunkKey], Sequence[int]]:
-        """See `HostContents`."""
+        """See `HostWrites`."""
         return held.keys, ()
 
 
 @final
-class Pieces(HostContents):
+class PieceWrites(HostWrites):
     """Pieces of checkpoints, one in each slot. A checkpoint is dropped with any piece of it.
 
     Args:
-      index: as for `Chunks`.
+      index: as for `ChunkWrites`.
     """
 
     def __init__(self, index: ChunkIndex) -> None:
         self._checkpoints = index.checkpoints
 
     def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
-        """See `HostContents`."""
+        """See `HostWrites`."""
         good = [slot for slot in held.slots if slot not in bad] if bad else held.slots
         if good:
             self._checkpoints.complete(good, success=True)
@@ -98,5 +98,5 @@ class Pieces(HostContents):
         return _NO_CHUNKS
 
     def pending(self, held: Holdings) -> tuple[Sequence[ChunkKey], Sequence[int]]:
-        """See `HostContents`."""
+        """See `HostWrites`."""
         return (), held.slots
