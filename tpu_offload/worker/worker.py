@@ -15,9 +15,9 @@ With a `fused` path some copies are inside the forward pass (see `kernels.fused`
 Why a block may be overwritten as soon as `end_step` has returned (rule 4 of docs/architecture.md, "Data flow"):
 programs that one thread dispatches take effect in that order. On TPU and GPU they run in that order. On every backend a
 donated buffer, and the next step donates the caches, is not written before the programs dispatched earlier have read
-it. So a save dispatched after the forward pass reads what the pass wrote, and nothing that a later step writes; and a forward pass dispatched
-after a load reads the loaded blocks. No method waits for a copy, unless it says so: `poll` checks whether its token is
-ready.
+it. So a save dispatched after the forward pass reads what the pass wrote, and nothing that a later step writes; and a
+forward pass dispatched after a load reads the loaded blocks. No method waits for a copy, unless it says so: `poll`
+checks whether its token is ready.
 
 This file is long because the documentation of every call that an engine makes is here.
 """
