@@ -10,6 +10,7 @@ import pytest
 from tests.cli.test_simulate import write_trace
 from tpu_offload.cli import command
 from tpu_offload.cli.main import main
+from tpu_offload.errors import InputError
 
 SETUP = Path(__file__).parents[2] / "setup.cfg"
 
@@ -75,6 +76,18 @@ def test_bench_needs_no_engine():
     done = subprocess.run([sys.executable, "-c", code, "bench", "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--fused-blocks" in done.stdout
+
+
+def test_the_package_of_a_storage_tier_is_in_the_extra_of_its_name(lack):
+    lack("glide_sync", "obstore")
+    with pytest.raises(InputError, match=r"which are not installed; .*tpu_offload\[object,valkey\]"):
+        command.require("this", "glide_sync", "obstore")
+
+
+def test_the_list_of_commands_needs_no_large_package():
+    code = "import sys, tpu_offload.cli.main; print({'numpy', 'pydantic', 'jax', 'rich'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_the_extras_are_those_of_the_package():

@@ -526,3 +526,44 @@ def test_blocks_have_no_part_of_a_state() -> None:
     assert LAYOUT.block_nbytes == plain.block_nbytes
     assert LAYOUT.fingerprint() != plain.fingerprint()
     assert LAYOUT.block_size == BLOCK_SIZE
+
+
+def test_a_late_save_without_staging_blocks_holds_none_of_another():
+    """A state alone, since its windows are there already, times out; then a window is saved for another request."""
+    worker = FakeWorker(num_host_states=16)
+    engine = WindowEngine((9,), num_rows=40, workers=[worker])
+    for number, length in enumerate((38, 42, 46)):
+        engine.serve(f"p{number}", tokens(length))
+    worker.lose_states(*state_of_the_second(engine))
+    engine.apply(worker, [])
+    again = engine.add("again", tokens(42))
+    late = save_of(engine, worker, again, {2})
+    assert not late.num_staging_blocks
+    worker.in_flight = [entry for entry in worker.in_flight if entry[0].job_id != late.job_id]
+    engine.apply(worker, worker.finish())
+    engine.clock.now_s += 1000
+    engine.step({})
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    engine.clock.now_s += 1000
+    other = save_of(engine, worker, engine.add("other", tokens(22, start=5000)), {1, 2})
+    assert other.num_staging_blocks
+    engine.scheduler.check_invariants()
+
+
+def state_of_the_second(engine):
+    """The range of the row of the second checkpoint, in its pool."""
+    checkpoint = list(engine.scheduler._index.checkpoints._table.values())[1]
+    row = checkpoint.slots[-1] - engine.scheduler._context.config.first_slots(engine.layout)[1]
+    return row, row + 1
+
+
+def save_of(engine, worker, request, group_ids):
+    """Steps until a save of these groups is planned."""
+    for _ in range(60):
+        computes = not request.loading and request.num_computed < len(request.tokens)
+        plan, _ = engine.step({request.request_id: 8} if computes else {})
+        for job in plan.of(JobKind.SAVE):
+            if {part.group_id for part in job.parts} == group_ids:
+                return job
+        engine.apply(worker, worker.finish())
+    raise AssertionError("no such save")

@@ -700,3 +700,60 @@ def test_a_load_planned_when_a_policy_raised_is_recomputed():
     plan = engine.scheduler.plan_step()
     assert (plan.of(JobKind.LOAD), plan.cancelled_job_ids) == ((), ())
     engine.scheduler.check_invariants()
+
+
+@pytest.fixture
+def faulty():
+    """A policy, and the names of its methods that raise."""
+    names: set[str] = set()
+
+    class FaultyLRU(LRUPolicy):
+        def touch(self, *args, **kwargs):
+            assert "touch" not in names, "the policy is faulty"
+            super().touch(*args, **kwargs)
+
+        def remove(self, *args, **kwargs):
+            assert "remove" not in names, "the policy is faulty"
+            super().remove(*args, **kwargs)
+
+    return FaultyLRU, names
+
+
+@interpreted_only
+def test_a_promise_stands_if_the_policy_raises_when_it_is_taken(faulty):
+    engine = FakeEngine(num_cpu_chunks=8, workers=[FakeWorker(num_host_chunks=8)], policy=faulty[0])
+    engine.serve("first", tokens(16))
+    num_found = match(engine, "again", tokens(16))
+    faulty[1].add("touch")
+    with pytest.raises(AssertionError, match="faulty"):
+        engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=5)
+    faulty[1].clear()
+    engine.scheduler.check_invariants()
+    engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=num_found)
+    (load,) = engine.scheduler.plan_step().of(JobKind.LOAD)
+    assert load.num_blocks == 4
+
+
+@interpreted_only
+def test_a_probe_is_given_up_although_the_policy_raises(faulty):
+    worker = FakeWorker(num_host_chunks=16)
+    engine = FakeEngine(num_cpu_chunks=16, workers=[worker], policy=faulty[0], breaker_failures=1)
+    engine.add("first", tokens(16))
+    engine.step({"first": 16})
+    engine.settle()
+    engine.add("failing", tokens(16))
+    engine.step()
+    engine.apply(worker, worker.finish(fail=True))
+    engine.clock.now_s += 1000  # loads are resumed with a probe
+    assert match(engine, "probe", tokens(16))
+    worker.lose(0, 2, blocks_per_chunk=1)
+    engine.apply(worker, [])
+    faulty[1].add("remove")
+    with pytest.raises(AssertionError, match="faulty"):
+        engine.scheduler.release("probe")
+    faulty[1].clear()
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    engine.scheduler.finish("probe")
+    engine.clock.now_s += 1000
+    engine.serve("other", tokens(16, start=1000))
+    assert match(engine, "second probe", tokens(16, start=1000)), "or loads were suspended for ever"

@@ -701,9 +701,9 @@ MUTATIONS = (
     Mutation("a checkpoint with a failed piece is kept", "CheckpointTable.complete", "self.drop(_)", "pass"),
     Mutation(
         "the failed pieces of a partly failed save are published",
-        "PieceWrites.end",
-        "self._checkpoints.complete(_1, success=False, quarantine=quarantine)",
-        "self._checkpoints.complete(_1, success=True)",
+        "PieceWrites.remove",
+        "success=False",
+        "success=True",
     ),
     Mutation(
         "a failed state is taken for a chunk",

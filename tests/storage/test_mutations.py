@@ -155,9 +155,9 @@ HARD_MUTATIONS = (
 CHECKPOINT_MUTATIONS = (
     Mutation(
         "a piece that could not be read is published",
-        "StorageReads._publish",
-        "job.writes.end(_1, bad, ...)",
-        "job.writes.end(_1, (), ...)",
+        "StorageReads.ended",
+        "{slot for i, slot in enumerate(job.slots) if i in bad}",
+        "set()",
     ),
     Mutation(
         "a request waits for its target for ever",

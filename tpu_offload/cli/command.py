@@ -14,7 +14,6 @@ import click
 
 from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
 from tpu_offload.errors import InputError, OffloadError
-from tpu_offload.storage import STORAGE_TIERS
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {
@@ -24,7 +23,7 @@ _EXTRAS = {
     "packaging": "cli",
     "plotly": "html",
     "rich": "cli",
-} | {tier.package: name for name, tier in STORAGE_TIERS.items() if tier.package}
+}
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:
@@ -98,7 +97,10 @@ def require(what: str, *packages: str) -> None:
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        extras = ",".join(sorted({_EXTRAS[package] for package in missing}))
+        from tpu_offload.storage import STORAGE_TIERS  # takes half a second
+
+        of_tiers = {tier.package: name for name, tier in STORAGE_TIERS.items()}
+        extras = ",".join(sorted({_EXTRAS.get(package) or of_tiers[package] for package in missing}))
         verb = "is" if len(missing) == 1 else "are"
         raise InputError(
             f"{what} needs {' and '.join(missing)}, which {verb} not installed; "

@@ -51,18 +51,18 @@ class Completion:
             Its staging blocks go to this account, because its request may reserve again.
           sweep: see `ChunkIndex.unpin`.
         """
-        if held.num_staging_blocks:
+        if held.account:
             self._staging.release(held.account, held.num_staging_blocks, held.direction)
             if late_account:
                 held.account = late_account
                 self._staging.reserve_late(late_account, held.num_staging_blocks, held.direction)
-        if held.are_pinned:
-            self._index.unpin(held.keys, sweep=sweep)
         if held.checkpoint is not None:
             self._index.checkpoints.release(held.checkpoint)
         if held.pool_blocks and not (late_account and held.direction is Direction.SAVE):
             self._pool.release(held.pool_blocks)
         held.breaker.cancel_probe(held.probe)
+        if held.are_pinned:  # last: an eviction policy of the user's own may raise, and then nothing else is held
+            self._index.unpin(held.keys, sweep=sweep)
 
     def release_rest(self, held: Holdings, *, num_chunks: int, num_staging_blocks: int) -> None:
         """A load needs only the first of the chunks that were promised: releases the rest."""

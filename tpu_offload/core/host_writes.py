@@ -6,39 +6,33 @@ lookups, and removes the rest.
 
 import abc
 from collections.abc import Sequence, Set
-from typing import NamedTuple, final
+from typing import final
 
 from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.types import ChunkKey
 
 
-class Written(NamedTuple):
-    """What became of the chunks of full attention that a job has written.
-
-    Attributes:
-      published: those that lookups find now.
-      removed: the others.
-    """
-
-    published: Sequence[ChunkKey]
-    removed: Sequence[ChunkKey]
-
-
-_NO_CHUNKS = Written((), ())
-
-
 class HostWrites(abc.ABC):
     """How what is in one kind of slot is published or removed."""
 
     @abc.abstractmethod
-    def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
-        """The job has ended: publishes what it has written, and drops the rest.
+    def publish(self, held: Holdings, bad: Set[int]) -> Sequence[ChunkKey]:
+        """The job has ended: lookups find what it has written.
 
         Args:
           held: what the job holds: the slots that it has written, and their keys.
           bad: those of the slots whose bytes some worker does not have.
-          quarantine: late copies may still write the bad slots.
+        Returns:
+          The chunks of full attention that are READY now.
+        """
+
+    @abc.abstractmethod
+    def remove(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Sequence[ChunkKey]:
+        """After `publish`: removes what is in bad slots. With `quarantine` late copies may still write these.
+
+        Returns:
+          The chunks of full attention that are gone.
         """
 
     @abc.abstractmethod
@@ -57,20 +51,18 @@ class ChunkWrites(HostWrites):
     def __init__(self, index: ChunkIndex) -> None:
         self._index = index
 
-    def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
+    def publish(self, held: Holdings, bad: Set[int]) -> Sequence[ChunkKey]:
         """See `HostWrites`."""
-        keys, slots = held.keys, held.slots
-        if not bad:
+        keys, slots = _without(held, bad) if bad else (held.keys, held.slots)
+        if keys:
             self._index.complete(keys, slots, success=True)
-            return Written(keys, ())
-        good = [i for i, slot in enumerate(slots) if slot not in bad]
-        published = [keys[i] for i in good]
-        if good:
-            self._index.complete(published, [slots[i] for i in good], success=True)
-        failed = [i for i, slot in enumerate(slots) if slot in bad]
-        removed = [keys[i] for i in failed]
-        self._index.complete(removed, [slots[i] for i in failed], success=False, quarantine=quarantine)
-        return Written(published, removed)
+        return keys
+
+    def remove(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Sequence[ChunkKey]:
+        """See `HostWrites`."""
+        keys, slots = _without(held, set(held.slots) - bad)
+        self._index.complete(keys, slots, success=False, quarantine=quarantine)
+        return keys
 
     def pending(self, held: Holdings) -> tuple[Sequence[ChunkKey], Sequence[int]]:
         """See `HostWrites`."""
@@ -88,15 +80,24 @@ class PieceWrites(HostWrites):
     def __init__(self, index: ChunkIndex) -> None:
         self._checkpoints = index.checkpoints
 
-    def end(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Written:
+    def publish(self, held: Holdings, bad: Set[int]) -> Sequence[ChunkKey]:
         """See `HostWrites`."""
         good = [slot for slot in held.slots if slot not in bad] if bad else held.slots
         if good:
             self._checkpoints.complete(good, success=True)
-        if bad:
-            self._checkpoints.complete(sorted(bad), success=False, quarantine=quarantine)
-        return _NO_CHUNKS
+        return ()
+
+    def remove(self, held: Holdings, bad: Set[int], *, quarantine: bool) -> Sequence[ChunkKey]:
+        """See `HostWrites`."""
+        self._checkpoints.complete(sorted(bad), success=False, quarantine=quarantine)
+        return ()
 
     def pending(self, held: Holdings) -> tuple[Sequence[ChunkKey], Sequence[int]]:
         """See `HostWrites`."""
         return (), held.slots
+
+
+def _without(held: Holdings, slots: Set[int]) -> tuple[Sequence[ChunkKey], Sequence[int]]:
+    """The chunks that a job has written, and their slots, but for those in these slots."""
+    kept = [i for i, slot in enumerate(held.slots) if slot not in slots]
+    return [held.keys[i] for i in kept], [held.slots[i] for i in kept]

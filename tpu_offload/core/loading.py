@@ -315,12 +315,12 @@ class LoadPlanner:
         parts, num_staged = self._parts(request, promise, tables, end_block)
         held = promise.held
         end_chunk = -(-end_block // self._blocks_per_chunk)
+        self._index.touch(request.use, request.keys, end_chunk)  # a policy may raise: then the promise stands
         self._completion.release_rest(
             held,
             num_chunks=end_chunk - promise.first_block // self._blocks_per_chunk,
             num_staging_blocks=min(num_staged, held.num_staging_blocks),
         )
-        self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
         request.load = load = WaitingLoad(
             request.request_id,

@@ -266,11 +266,11 @@ class Transfers:
 
     def _end_save(self, job: Job, writes: HostWrites, bad: Set[int]) -> None:
         """Publishes what every worker has, and removes the rest."""
-        published, removed = writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        published = writes.publish(job.held, bad)
         if published and self._on_saved is not None:
             self._on_saved(published)
-        if removed:
-            self.mark_lost(removed)
+        if bad:
+            self.mark_lost(writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 
     def _resume_request(self, job: Job) -> None:
         """A load has ended, or was given up: adds it to the next update, and the request stops waiting."""

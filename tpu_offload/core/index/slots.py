@@ -229,7 +229,7 @@ class TierSlots:
         return sum([self.pool_of(slot) == pool for slot in slots])
 
     def has_usable(self, slot: int) -> bool:
-        """Whether a slot is one that every worker has allocated."""
+        """Whether every worker has allocated a slot, and its memory is not about to be given away."""
         pool = self.pool_of(slot)
         return slot - self._first_slots[pool] < self.pools[pool].num_usable
 

@@ -103,7 +103,7 @@ class LookupPlanner:
     def ask(self, request: RequestState) -> None:
         """Decides, after a match, whether the request waits for a lookup; asks storage if need be.
 
-        Sets `RequestState.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
+        Sets `Arrival.lookup_wait_s`. O(1) once the request has asked, before that O(chunks that are known).
         """
         awaited, request.arrival.awaited_lookup = request.arrival.awaited_lookup, None
         wait_s, request.arrival.lookup_wait_s = request.arrival.lookup_wait_s, 0.0

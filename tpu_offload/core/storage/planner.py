@@ -105,7 +105,7 @@ class StoragePlanner:
         return self.records.is_shared
 
     def look_up(self, request: RequestState) -> None:
-        """Has a shared tier asked for the chunks after those known here; sets `RequestState.lookup_wait_s`."""
+        """Has a shared tier asked for the chunks after those known here; sets `Arrival.lookup_wait_s`."""
         self._lookups.ask(request)
 
     def look_up_pieces(

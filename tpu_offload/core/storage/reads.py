@@ -246,12 +246,12 @@ class StorageReads:
         self._own_counts.promoted_chunks += len(good)
         self._counts.promoted_nbytes += self._records.nbytes(good)
         assert job.writes is not None, "a promotion writes the host tier"
-        published, removed = job.writes.end(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
+        published = job.writes.publish(job.held, bad)
         if published:
             self._counts.promoted_tokens += len(published) * self._chunk_tokens
             self._neighbors.note_promoted(self._tier_id, published)
-        if removed:
-            self._mark_lost(removed)
+        if bad:
+            self._mark_lost(job.writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 
     def _forget(self, key: ChunkKey, slot: int) -> None:
         """What could not be read is deleted."""
