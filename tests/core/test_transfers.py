@@ -707,7 +707,7 @@ def faulty():
     """A policy, and the names of its methods that raise."""
     names: set[str] = set()
 
-    class FaultyLRU(LRUPolicy):
+    class FaultyLRU(LRUPolicy):  # type: ignore[misc]
         def touch(self, *args, **kwargs):
             assert "touch" not in names, "the policy is faulty"
             super().touch(*args, **kwargs)
