@@ -702,8 +702,8 @@ MUTATIONS = (
     Mutation(
         "the failed pieces of a partly failed save are published",
         "PieceWrites.remove",
-        "success=False",
-        "success=True",
+        "self._checkpoints.complete(_1, success=False, quarantine=quarantine)",
+        "self._checkpoints.complete(_1, success=True)",
     ),
     Mutation(
         "a failed state is taken for a chunk",
