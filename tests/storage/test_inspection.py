@@ -562,7 +562,7 @@ def test_a_sample_has_each_record_with_the_same_probability(tmp_path):
         ("{path},size=4", "has 'size=4'"),
         ("file://{path}/none", "cannot be opened"),
         ("memory://", "ends with it"),
-        ("ftp://host", "'ftp':// is no storage tier; expected a directory, or one of gs://"),
+        ("ftp://host", "'ftp':// is no storage tier; expected a directory, or one of valkey://"),
         ("valkey://host?ttl=1", "has no option 'ttl'; did you mean ttl_s"),
         ("s3://bucket?regio=x", "has no option 'regio'"),
     ],
