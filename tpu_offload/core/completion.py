@@ -1,10 +1,10 @@
-"""Gives back what transfers hold, and ends every job, of any kind: counts it, logs it, updates its circuit breaker.
+"""Gives back what copies hold, and ends every job, of any kind: counts it, logs it, updates its circuit breaker.
 
-What a promise, a waiting load, a job or a swapped-out request holds is its `Holdings`; nothing else releases staging
-blocks, pins, holds of checkpoints or places in the swap pool. A planned job keeps them until it
-ends, even if its request ends first. Copies of a job that timed out may still run. Until every worker has finished
-with it, the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in
-quarantine (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
+What a promise, a waiting load, a job or a swapped-out request holds is its `Holdings`. Staging blocks, pins,
+checkpoints and places in the swap pool are given back here and nowhere else. A planned job keeps them until it ends,
+even if its request ends first. Copies of a job that timed out may still run. Until every worker has finished with it,
+the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are in quarantine
+(`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """
 
 import logging
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class Completion:
-    """Releases what transfers hold, and ends jobs.
+    """Releases what copies hold, and ends jobs.
 
     Args:
       staging: staging blocks are released here.
@@ -43,7 +43,7 @@ class Completion:
         self._timeout_s = timeout_s
 
     def release(self, held: Holdings, *, late_account: str = "", sweep: bool = True) -> None:
-        """Releases all that a transfer holds; it has ended, at whichever stage.
+        """Releases all that a copy holds; it has ended, at whichever stage.
 
         Args:
           held: what it holds.

@@ -1,4 +1,4 @@
-"""What a transfer holds, from the promise or plan that acquires it to the one place that gives it back.
+"""What a copy holds, from the promise or plan that acquires it to the one place that gives it back.
 
 `core.completion` releases it, whichever stage ends: a promise, a load that waits, a job, or a swapped-out request.
 """
@@ -14,11 +14,11 @@ from tpu_offload.types import ChunkKey, Direction
 
 @final
 class Holdings:
-    """What one copy holds: an object that goes from stage to stage. Staging blocks and chunks may be fewer on the way.
+    """What one copy holds: an object that goes from stage to stage, on which staging blocks and chunks may change.
 
     Attributes:
-      direction: which way the transfer goes.
-      breaker: suspends transfers of its kind.
+      direction: which way it goes.
+      breaker: suspends copies of its kind.
       probe: by what the breaker knows the copy, which may be its probe. From its plan on, the job's id.
       account: the holder of its staging blocks.
       num_staging_blocks: staging blocks; 0 if it needs none, or waits for some.

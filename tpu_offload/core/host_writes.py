@@ -1,7 +1,7 @@
 """Publishes what a save or a promotion wrote to the host tier: chunks of full attention, or pieces of checkpoints.
 
-Saves and promotions have one of these. When such a job ends, it makes what every worker has written visible to
-lookups, and removes the rest.
+Each such job has a `HostWrites`, which makes what every worker has written visible to lookups when the job ends, and
+removes the rest.
 """
 
 import abc

@@ -15,7 +15,7 @@ from tpu_offload.types import ChunkKey, CopyPart, Direction, JobKind
 
 @final
 class SaveJobs:
-    """Plans the save jobs of one kind of contents.
+    """Plans save jobs, either of chunks or of pieces.
 
     Args:
       context: the scheduler's shared state.

@@ -171,7 +171,7 @@ class StorageStack:
         self._start(jobs, StorageCopies.promote)
 
     def write(self, jobs: Sequence[CopyJob]) -> None:
-        """Starts to clear tiers or delete keys, then dispatches copies of slots and starts to write them."""
+        """Starts to clear tiers and to delete keys; dispatches copies of slots and starts to write them."""
         self._start(jobs, StorageCopies.write)
 
     def collect(self) -> None:
