@@ -58,6 +58,14 @@ LONGEST_FIRST = (
     "tests/engine/test_state_hybrid.py",
     "tests/core/test_windows.py",
 )
+# Of the modules that users get compiled, alone and under vLLM's scheduler.
+OF_COMPILED = (
+    "tests/core/",
+    "tests/sim/",
+    "tests/test_compiled.py",
+    "tests/adapters/test_plan.py",
+    "tests/adapters/test_scheduler.py",
+)
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
 
@@ -89,11 +97,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config, items):
-    """Marks what only the whole suite runs, and orders the files.
+    """Marks what the quick suite leaves out and what is also run compiled, and orders the files.
 
     With several processes the files that take longest come first: no process is left with one at the end.
     """
     mark_wide(items)
+    for item in items:
+        if item.location[0].startswith(OF_COMPILED):
+            item.add_marker("compiled")
     if hasattr(config, "workerinput"):
         places = {path: place for place, path in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: places.get(item.location[0], len(places)))
