@@ -5,16 +5,16 @@ from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.engine import Engine
 from tpu_offload.storage import StorageTier
 from tpu_offload.worker import OffloadWorker
-from tpu_offload.worker.group_copies import GroupCopies
+from tpu_offload.worker.page_group_copies import PageGroupCopies
 
 
-def tier_groups(worker: OffloadWorker) -> list[GroupCopies]:
+def tier_groups(worker: OffloadWorker) -> list[PageGroupCopies]:
     """The host tier's copies, by page group."""
     assert worker._tier is not None
     return worker._tier._groups
 
 
-def tier_group(worker: OffloadWorker) -> GroupCopies:
+def tier_group(worker: OffloadWorker) -> PageGroupCopies:
     """The host tier's copies of the one page group."""
     (group,) = tier_groups(worker)
     return group

@@ -285,6 +285,17 @@ class StepPlan:
         """Whether there is nothing to do."""
         return not (self.jobs or self.cancelled_job_ids)
 
+    def by_kind(self) -> dict[JobKind, list[CopyJob]]:
+        """The jobs of each kind that has any, in their order."""
+        jobs: dict[JobKind, list[CopyJob]] = {}
+        for job in self.jobs:
+            of_kind = jobs.get(job.kind)
+            if of_kind is None:
+                jobs[job.kind] = [job]
+            else:
+                of_kind.append(job)
+        return jobs
+
     def of(self, *kinds: JobKind) -> tuple[CopyJob, ...]:
         """The jobs of these kinds, in their order."""
         return tuple([job for job in self.jobs if job.kind in kinds]) if self.jobs else ()

@@ -394,7 +394,7 @@ class SavePlanner:
 
     def _has_repeats(self, missing: Sequence[ChunkKey]) -> bool:
         """Whether the keys of consecutive chunks, the first of which is missing, cannot come from chained hashes."""
-        return len(set(missing)) < len(missing) or any(key in self._index for key in missing)
+        return len(set(missing)) < len(missing) or self._index.has_any(missing)
 
     def _stop_saving(self, request: RequestState) -> None:
         """Saves nothing more of a request whose keys are not chained: prompts that begin otherwise would find it."""

@@ -6,8 +6,8 @@ from typing import final
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import BlockMoves, BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, fetch_early
 from tpu_offload.types import Direction
-from tpu_offload.worker.group_copies import GroupCopies
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.page_group_copies import PageGroupCopies
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +36,7 @@ class ForwardPassCopies:
       staging_blocks: most blocks that a step may hold in HBM, both directions together.
     """
 
-    def __init__(self, group: GroupCopies, planner: FusedPlanner, *, jobs: WorkerJobs, staging_blocks: int) -> None:
+    def __init__(self, group: PageGroupCopies, planner: FusedPlanner, *, jobs: WorkerJobs, staging_blocks: int) -> None:
         self._group = group
         self._planner = planner
         self._jobs = jobs

@@ -11,7 +11,7 @@ from typing import final
 
 from tpu_offload.memory import SegmentLimit
 from tpu_offload.types import HostDivision
-from tpu_offload.worker.group_copies import GroupCopies
+from tpu_offload.worker.page_group_copies import PageGroupCopies
 
 
 @final
@@ -26,10 +26,10 @@ class HostPool:
       readers: other copies from this memory: swap-ins.
     """
 
-    copies: Sequence[GroupCopies]
+    copies: Sequence[PageGroupCopies]
     limit: SegmentLimit
     num_allowed: int
-    readers: Sequence[GroupCopies] = ()
+    readers: Sequence[PageGroupCopies] = ()
 
     @property
     def growing(self) -> bool:
@@ -93,7 +93,7 @@ class PoolDivision:
         """Segments that all pools can have together; less than at first once memory has run out."""
         return self._num_segments
 
-    def add_readers(self, readers: Sequence[GroupCopies]) -> None:
+    def add_readers(self, readers: Sequence[PageGroupCopies]) -> None:
         """Notes copies that read the memory of a pool, whose flights have to be waited for."""
         for pool in self._pools:
             pool.readers = [reader for reader in readers if any(reader.memory is own.memory for own in pool.copies)]

@@ -17,9 +17,9 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
-from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of, unwrapped
 from tpu_offload.worker.host_memory import HostMemory, PoolPlan, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, page_groups_of, unwrapped
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class SwapCopies:
         *,
         jobs: WorkerJobs,
         available: int,
-        tier: Sequence[GroupCopies],
+        tier: Sequence[PageGroupCopies],
         clock: Callable[[], float],
         wrap_copier: WrapCopier = unwrapped,
     ) -> None:
@@ -65,7 +65,7 @@ class SwapCopies:
         self._num_copies = dict.fromkeys(Direction, 0)
         self._timeout_s = config.job_timeout_s
         self._tier = list(tier)
-        self._groups: list[GroupCopies] = []
+        self._groups: list[PageGroupCopies] = []
         pools = plan_swap_pool(config, layout, kv_caches, available)
         if not all(num_blocks for num_blocks, _ in pools):
             return
@@ -83,7 +83,7 @@ class SwapCopies:
             memory = HostMemory.allocate(spec, pool, limit=limit)
             copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
             self._groups.append(
-                GroupCopies(
+                PageGroupCopies(
                     group_id=group_id,
                     store=HostStore.SWAP_POOL,
                     layer_ids=layer_ids,
@@ -170,7 +170,7 @@ class SwapCopies:
 
     # Inside.
 
-    def _all(self) -> list[GroupCopies]:
+    def _all(self) -> list[PageGroupCopies]:
         return [*self._groups, *self._tier]
 
     def _measured(self, job: CopyJob, kv_caches: Caches) -> None:
@@ -191,7 +191,7 @@ class SwapCopies:
         if wait_for_all(tokens, timeout_s=self._timeout_s):
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 
-    def _sources(self, part: CopyPart) -> list[GroupCopies]:
+    def _sources(self, part: CopyPart) -> list[PageGroupCopies]:
         return page_groups_of(self._tier if part.store is HostStore.HOST_TIER else self._groups, part.group_id)
 
     def _job_error(self, job: CopyJob) -> str:

@@ -1,14 +1,14 @@
 """The host tier of one process: dispatches saves, loads in portions, and the copies inside the forward pass.
 
 This module decides which blocks are copied in which step, within the staging budget and `max_load_gb_per_step`. The
-copies of each page group are in `worker.group_copies`, the memory is in `worker.tier_pools`.
+copies of each page group are in `worker.page_group_copies`, the memory is in `worker.tier_pools`.
 """
 
 import dataclasses
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -26,9 +26,9 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.fused_copies import ForwardPassCopies
-from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
 from tpu_offload.worker.host_memory import HostPlan
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, page_groups_of
 from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.tier_pools import TierPools
 from tpu_offload.worker.validate import job_error
@@ -36,7 +36,7 @@ from tpu_offload.worker.validate import job_error
 _logger = logging.getLogger(__name__)
 
 Caches = list[jax.Array]
-Batches = list[tuple[GroupCopies, BySegment]]
+Batches = list[tuple[PageGroupCopies, BySegment]]
 """Blocks to copy, by page group and segment."""
 
 
@@ -160,11 +160,20 @@ class TierCopies:
         self._fail_lost_loads()
         self._save(jobs, kv_caches)
 
-    def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int] = ()) -> None:
+    def begin(
+        self,
+        plan: StepPlan,
+        jobs: Mapping[JobKind, Sequence[CopyJob]],
+        kv_caches: Caches,
+        *,
+        fuse: bool,
+        urgent: Collection[int] = (),
+    ) -> None:
         """Cancels jobs, resumes the copies that have arrived, and dispatches loads, including those in the backlog.
 
         Args:
-          plan: its loads, saves and cancelled jobs.
+          plan: says which jobs are cancelled.
+          jobs: its jobs, of which the loads and saves are read.
           kv_caches: all caches; donated, and replaced in the list.
           fuse: the forward pass that follows takes `fused_step()`.
           urgent: ids of the loads that the pass reads, see `OffloadWorker.begin_step`.
@@ -177,8 +186,10 @@ class TierCopies:
         for group in self._groups:
             if group.flights:
                 group.resume(kv_caches, step_id=self._step_id)
-        loads = self._without_cancelled(plan)
-        saves = plan.of(JobKind.SAVE) if fuse and self._fused is not None else ()
+        loads = jobs.get(JobKind.LOAD, ())
+        if plan.cancelled_job_ids:
+            loads = self._without_cancelled(plan, loads)
+        saves = jobs.get(JobKind.SAVE, ()) if fuse and self._fused is not None else ()
         if loads or self._backlog or saves:
             job_ids, portions = self._next_loads(loads, urgent)
             batches = self._by_group(portions)
@@ -190,11 +201,8 @@ class TierCopies:
                 batches = [(self._groups[0], left)]
             self._load(job_ids, batches, kv_caches)
 
-    def _without_cancelled(self, plan: StepPlan) -> Sequence[CopyJob]:
+    def _without_cancelled(self, plan: StepPlan, loads: Sequence[CopyJob]) -> Sequence[CopyJob]:
         """The loads of a plan without those that it cancels itself, which end here."""
-        loads = plan.of(JobKind.LOAD)
-        if not plan.cancelled_job_ids:
-            return loads
         for job in loads:
             if job.job_id in plan.cancelled_job_ids and job.job_id not in self._jobs:
                 self._jobs.start(job.job_id, writes_caches=True)

@@ -10,9 +10,9 @@ from tpu_offload.kernels import Copier, DirectCopier, TransferSpec, choose_paths
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit, pinned_zeros
 from tpu_offload.types import Direction, HostDivision, HostStore, Pool
-from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory, HostPlan, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier
 from tpu_offload.worker.pool_division import HostPool, PoolDivision
 
 
@@ -32,7 +32,7 @@ class _Pool:
     slot_blocks: int
     is_staged: bool = True
     limit: SegmentLimit = dataclasses.field(default_factory=SegmentLimit)
-    groups: list[GroupCopies] = dataclasses.field(default_factory=list)
+    groups: list[PageGroupCopies] = dataclasses.field(default_factory=list)
 
 
 @final
@@ -91,7 +91,7 @@ class TierPools:
         self.groups = []
         for (group_id, pool, layer_ids), spec in zip(page_groups, specs, strict=True):
             memory = HostMemory.allocate(spec, pool.plan, limit=pool.limit)
-            group = GroupCopies(
+            group = PageGroupCopies(
                 group_id=group_id,
                 store=HostStore.HOST_TIER,
                 layer_ids=layer_ids,
@@ -122,14 +122,14 @@ class TierPools:
         """By pool, the host memory of each of its page groups."""
         return [[group.memory for group in pool.groups] for pool in self._pools]
 
-    def sources(self) -> list[GroupCopies]:
+    def sources(self) -> list[PageGroupCopies]:
         """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
         readers = [group.reader(self._direct(group)) for group in self.groups]
         if self._division is not None:
             self._division.add_readers(readers)
         return readers
 
-    def _direct(self, group: GroupCopies) -> Copier:
+    def _direct(self, group: PageGroupCopies) -> Copier:
         copier, arena = group.copiers[Direction.LOAD], group.memory.arena
         if isinstance(copier, DirectCopier):
             return copier
@@ -198,7 +198,7 @@ def _spec(config: OffloadConfig, layout: KVLayout, caches: list[Any], pool: _Poo
     )
 
 
-def _num_ready(groups: Sequence[GroupCopies]) -> int:
+def _num_ready(groups: Sequence[PageGroupCopies]) -> int:
     # A segment is usable once all page groups have it.
     if len(groups) == 1:
         return groups[0].memory.arena.num_chunks_ready

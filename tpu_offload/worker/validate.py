@@ -126,49 +126,32 @@ def _writes_twice(job: CopyJob) -> bool:
 
 
 def _sound(plan: StepPlan, *, last: int, num_pools: int) -> StepPlan:
-    epochs = plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS
     if (
         type(plan.jobs) is tuple
+        and (not plan.jobs or all(map(_is_reportable, plan.jobs)))
         and type(plan.cancelled_job_ids) is tuple
-        and plan.empty
+        and (not plan.cancelled_job_ids or all(map(_is_count, plan.cancelled_job_ids)))
         and _is_count(plan.step_id)
         and _is_count(plan.next_job_id)
-        and epochs is plan.cache_epochs
+        and _are_epochs(plan.cache_epochs)
         and (plan.division is None or _is_division(plan.division, num_pools))
     ):
         return plan
-    jobs = _reportable_jobs(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
-    kept = cancelled if all(map(_is_count, cancelled)) else tuple(filter(_is_count, cancelled))
-    division = plan.division if _is_division(plan.division, num_pools) else None
-    same = (
-        division is plan.division
-        and epochs is plan.cache_epochs
-        and kept is plan.cancelled_job_ids
-        and jobs is plan.jobs
-    )
-    if same and _is_count(plan.step_id) and _is_count(plan.next_job_id):
-        return plan
     _logger.error(
         "plan %r has jobs without a valid id or kind, or fields that are not tuples: they are dropped", plan.step_id
     )
     return StepPlan(
         step_id=plan.step_id if _is_count(plan.step_id) else last,
-        jobs=jobs,
-        cancelled_job_ids=kept,
+        jobs=tuple(filter(_is_reportable, plan.jobs)) if type(plan.jobs) is tuple else (),
+        cancelled_job_ids=tuple(filter(_is_count, cancelled)),
         next_job_id=plan.next_job_id if _is_count(plan.next_job_id) else 0,
-        cache_epochs=epochs,
-        division=division,
+        cache_epochs=plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS,
+        division=plan.division if _is_division(plan.division, num_pools) else None,
     )
 
 
 _INTS = {int}
-
-
-def _reportable_jobs(jobs: Any) -> tuple[CopyJob, ...]:
-    if type(jobs) is not tuple:
-        return ()
-    return jobs if all(map(_is_reportable, jobs)) else tuple(filter(_is_reportable, jobs))
 
 
 def _is_reportable(job: Any) -> bool:

@@ -25,7 +25,7 @@ This file is long because the documentation of every call that an engine makes i
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -38,9 +38,9 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
 from tpu_offload.types import STORAGE_WRITES, CacheEpoch, CopyJob, JobKind, JobResult, Pool, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
-from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.page_group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, describe_setup
 from tpu_offload.worker.storage.stack import StorageStack
@@ -59,7 +59,11 @@ _MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs i
 Caches = list[jax.Array]
 
 
+_STORAGE_WRITES = frozenset(STORAGE_WRITES)
+_AFTER_PASS = _STORAGE_WRITES | {JobKind.SAVE}  # what `end_step` starts
+
 type _Copies = StorageStack | TierCopies | SwapCopies
+type _OfKind = Mapping[JobKind, Sequence[CopyJob]]
 
 
 @final
@@ -116,6 +120,7 @@ class OffloadWorker:
         self._no_memory = (0,) * len(pools.pools), 0, 0
         # The last plan, as it was passed (None once it has ended), and without its invalid or stale jobs.
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
+        self._of_kind: _OfKind = {}  # the jobs of the latter
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
         if all(self._num_host_slots):
@@ -173,7 +178,7 @@ class OffloadWorker:
           The epoch of the new caches.
         """
         given, plan = self._plan
-        self._plan = None, dataclasses.replace(plan, jobs=())
+        self._plan, self._of_kind = (None, dataclasses.replace(plan, jobs=())), {}
         self._gate.mark_caches_lost()
         self._jobs.cancel_loads()
         if self._tier is not None:
@@ -230,7 +235,8 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        if not (plan.jobs and plan.of(JobKind.SAVE, *STORAGE_WRITES)):  # else `end_step` starts the last of them
+        jobs = self._of_kind = plan.by_kind() if plan.jobs else {}
+        if _AFTER_PASS.isdisjoint(jobs):  # else `end_step` starts the last of them
             self._jobs.raise_watermark(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
                 return kv_caches  # nearly always
@@ -238,7 +244,7 @@ class OffloadWorker:
             tier.abandon_pass()
         kv_caches = list(kv_caches)  # the programs are compiled for a list
         try:
-            self._begin(plan, kv_caches, fuse=fuse, urgent=urgent)
+            self._begin(plan, jobs, kv_caches, fuse=fuse, urgent=urgent)
         except CachesLostError:
             self.mark_caches_lost()
             raise
@@ -275,11 +281,12 @@ class OffloadWorker:
         """Whether a plan was made for lost caches or for an earlier incarnation: its jobs are cancelled."""
         return self._gate.is_stale(plan)
 
-    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
+    def _begin(self, plan: StepPlan, jobs: _OfKind, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
         """Dispatches the copies before the forward pass; caches that are written are replaced in the list."""
-        early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
+        early, loads = jobs.get(JobKind.EARLY_SAVE, ()), jobs.get(JobKind.LOAD, ())
+        outs, ins = jobs.get(JobKind.SWAP_OUT, ()), jobs.get(JobKind.SWAP_IN, ())
         # Demotions read slots before saves and promotions of this plan, or of a later one, write them.
-        demotions = plan.of(JobKind.DEMOTE)
+        demotions = jobs.get(JobKind.DEMOTE, ())
         if self._storage is None:
             self._refuse(demotions, _NO_STORAGE)
         elif demotions:
@@ -293,16 +300,16 @@ class OffloadWorker:
             self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
         elif outs:
             self._swap.swap(outs, kv_caches)
-        lookups, promotions = plan.of(JobKind.LOOKUP), plan.of(JobKind.PROMOTE)
+        lookups, promotions = jobs.get(JobKind.LOOKUP, ()), jobs.get(JobKind.PROMOTE, ())
         if self._storage is None:
             self._refuse((*lookups, *promotions), _NO_STORAGE)
-        else:
+        elif lookups or promotions:
             self._storage.look_up(lookups)
             self._storage.promote(promotions)
         if self._tier is not None:
             # A segment that a promotion is being written to must not go into the pass: it may be lost.
             is_landing = self._storage is not None and self._storage.is_landing
-            self._tier.begin(plan, kv_caches, fuse=fuse and not is_landing, urgent=urgent)
+            self._tier.begin(plan, jobs, kv_caches, fuse=fuse and not is_landing, urgent=urgent)
         if self._swap is not None and ins:
             self._swap.swap(ins, kv_caches)
 
@@ -356,7 +363,7 @@ class OffloadWorker:
         """
         given, sound = self._plan
         if plan is given:
-            plan = sound
+            plan, jobs = sound, self._of_kind
         else:  # unpickled a second time, or not the one that has begun
             plan = self._sound(plan)
             if given is None or plan.step_id != sound.step_id:
@@ -365,8 +372,9 @@ class OffloadWorker:
                 return
             if self._gate.is_stale(plan):
                 plan = sound
-        self._plan = None, sound
-        saves = plan.of(JobKind.SAVE)
+            jobs = plan.by_kind()
+        self._plan, self._of_kind = (None, sound), {}
+        saves = jobs.get(JobKind.SAVE, ())
         if self._tier is None:
             self._refuse(saves, _OFF)
         elif saves or self._tier.awaits_pass:
@@ -377,12 +385,12 @@ class OffloadWorker:
                 self.mark_caches_lost()
                 raise
             self._jobs.raise_watermark(plan.next_job_id)
-        writes = plan.of(*STORAGE_WRITES)
-        if self._storage is None:
-            self._refuse(writes, _NO_STORAGE)
-        elif writes:
-            self._storage.write(writes)
-        if writes:
+        if not _STORAGE_WRITES.isdisjoint(jobs):
+            writes = plan.of(*STORAGE_WRITES)
+            if self._storage is None:
+                self._refuse(writes, _NO_STORAGE)
+            else:
+                self._storage.write(writes)
             self._jobs.raise_watermark(plan.next_job_id)
 
     def poll(self, *, wait: bool = False, wait_s: float = _MAX_WAIT_S) -> StepReport:

@@ -171,6 +171,10 @@ class ChunkIndex:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._tree
 
+    def has_any(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether any of these chunks is resident."""
+        return self._tree.has_any(keys)
+
     def on_evict(self, call: Callable[[Sequence[ChunkKey], Sequence[int]], None]) -> None:
         """Registers the one callback for chunks that a policy evicts, tail first, and the slot of each.
 

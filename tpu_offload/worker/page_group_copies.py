@@ -32,7 +32,7 @@ def _no_call(job_id: int, error: str) -> None:
 
 
 @final
-class GroupCopies:
+class PageGroupCopies:
     """All methods are called by the thread that dispatches the model. Copies that fail are reported as failed results.
 
     Args:
@@ -68,9 +68,9 @@ class GroupCopies:
         self._lockstep = lockstep
         self._on_fail = on_fail
 
-    def reader(self, copier: Copier) -> "GroupCopies":
+    def reader(self, copier: Copier) -> "PageGroupCopies":
         """Loads from the same memory through another copier, with separate flights."""
-        return GroupCopies(
+        return PageGroupCopies(
             group_id=self.group_id,
             store=self.store,
             layer_ids=self._layer_ids,
@@ -147,7 +147,11 @@ class GroupCopies:
         if not host_ids:
             return []
         block_ids = parts[0][1].block_ids if len(parts) == 1 else [i for _, part in parts for i in part.block_ids]
-        job_ids, places = np.array(_of_blocks(parts, "job_id"), np.int64), np.array(host_ids, np.int32)
+        places = np.array(host_ids, np.int32)
+        if len(parts) == 1:
+            job_ids = np.full(len(host_ids), parts[0][0].job_id, np.int64)
+        else:
+            job_ids = np.array(_of_blocks(parts, "job_id"), np.int64)
         ranks = self._ranks_of(parts)
         size = self.memory.spec.segment_blocks
         segment_id = min(host_ids) // size
@@ -327,6 +331,6 @@ def _of_blocks(parts: Sequence[tuple[CopyJob, CopyPart]], name: str) -> list[int
     return values
 
 
-def page_groups_of(groups: Iterable[GroupCopies], group_id: int) -> list[GroupCopies]:
+def page_groups_of(groups: Iterable[PageGroupCopies], group_id: int) -> list[PageGroupCopies]:
     """Those of one layer group; none if there is no such group."""
     return [group for group in groups if group.group_id == group_id]
