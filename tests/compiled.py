@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from tpu_offload.native import is_compiled
-
-# Tests that replace a method or attribute, or derive from a class that is final.
-interpreted_only = pytest.mark.skipif(is_compiled(), reason="it changes classes, which cannot be changed compiled")
+# Tests that replace a method or attribute, or derive from a class that is final; skipped where that cannot be done.
+interpreted_only = pytest.mark.interpreted
 
 
 def state_of(value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.grids import mark_wide
 from tests.kept_programs import KeptPrograms, compiled_once_each
+from tpu_offload.native import is_compiled
 
 # The same examples in every run, and no limits by the clock: a busy machine passes, too.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -58,13 +59,15 @@ LONGEST_FIRST = (
     "tests/engine/test_state_hybrid.py",
     "tests/core/test_windows.py",
 )
-# Of the modules that users get compiled, alone and under vLLM's scheduler.
+# Of the modules that users get compiled, alone and under vLLM's scheduler: `scripts/test --rest` runs them whole.
 OF_COMPILED = (
     "tests/core/",
     "tests/sim/",
     "tests/test_compiled.py",
     "tests/adapters/test_plan.py",
     "tests/adapters/test_scheduler.py",
+    "tests/engine/test_kv_blocks.py",  # the last test of these two says what all others of the file together have met
+    "tests/engine/test_swap_random.py",
 )
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
@@ -105,6 +108,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.location[0].startswith(OF_COMPILED):
             item.add_marker("compiled")
+        if is_compiled() and item.get_closest_marker("interpreted"):
+            item.add_marker(pytest.mark.skip(reason="it changes classes, which cannot be changed compiled"))
     if hasattr(config, "workerinput"):
         places = {path: place for place, path in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: places.get(item.location[0], len(places)))

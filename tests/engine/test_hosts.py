@@ -16,7 +16,7 @@ from tpu_offload.engine.shards import check_shards
 MODEL = dataclasses.replace(STATEFUL, num_layers=3, window_layers=(1,), state_layers=(0,))
 ENGINE = dataclasses.replace(SMALL_ENGINE, num_blocks=64, num_states=8)
 OFFLOAD = OffloadConfig.create(num_cpu_chunks=200, state_share=0.5, breaker_failures=0)
-REQUESTS = rounds(num_rounds=3, num_prompts=5)
+REQUESTS = rounds(num_rounds=3, num_prompts=3)
 
 
 class LosesCaches:
@@ -129,10 +129,10 @@ def test_storage_of_both_hosts_survives_a_restart(expected, tmp_path):
 
     with Hosts(2, 1) as hosts:
         first, stats = serve_from_files(hosts)
-        assert stats.cascaded_chunks > 50
+        assert stats.cascaded_chunks > 25
         assert stats.num_failed_jobs == 0
         again, stats = serve_from_files(hosts)
-        assert stats.restored_chunks > 50
+        assert stats.restored_chunks > 25
         assert stats.promoted_chunks > 10
         assert again > first
         damage(tmp_path / "kv" / "worker-1")

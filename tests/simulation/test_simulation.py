@@ -236,6 +236,7 @@ def test_an_unknown_action_is_an_error():
         World(Setup()).act(("dance", 0, 0))
 
 
+@interpreted_only
 @pytest.mark.wide
 def test_a_failing_trace_is_shrunk(bug):
     _, setup, actions = first_failing()
