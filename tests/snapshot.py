@@ -19,6 +19,7 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
     """
     values: dict[str, Any] = {}
     seen: dict[int, str] = {}
+    kept: list[Any] = []  # a compiled object makes a tuple anew at each read: another one could get its id
 
     def walk(path: str, value: Any) -> None:
         if isinstance(value, _PLAIN):
@@ -35,12 +36,14 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
             return
         if isinstance(value, (dict, OrderedDict)):
             seen[id(value)] = path
+            kept.append(value)
             values[path] = list(map(repr, value))
             for key, item in value.items():
                 walk(f"{path}[{key!r}]", item)
             return
         if isinstance(value, (list, tuple, deque)):
             seen[id(value)] = path
+            kept.append(value)
             if all(isinstance(item, _PLAIN) for item in value):
                 values[path] = (type(value).__name__, *value)
                 return
@@ -52,6 +55,7 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
             return
         if type(value).__module__.startswith("tpu_offload"):
             seen[id(value)] = path
+            kept.append(value)
             values[path] = type(value).__name__
             for name, item in sorted(state_of(value).items()):
                 if name not in leave_out | NOT_STATE:

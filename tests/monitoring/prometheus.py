@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -22,7 +23,7 @@ from tpu_offload.monitoring.panels import Query
 
 ROOT = Path(__file__).parents[2]
 SCRAPE = ROOT / "deploy" / "prometheus" / "scrape.yml"
-_UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin"  # scripts/_debian.sh
+_UNPACKED = Path(sys.prefix, "prometheus/usr/bin")  # scripts/_debian.sh
 _START_S = 60.0
 
 Samples = list[tuple[dict[str, str], float]]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +13,7 @@ from selenium.webdriver.chrome.service import Service
 
 from tests.monitoring.prometheus import missing
 
-_UNPACKED = Path(__file__).parents[3] / ".venv" / "chromium"  # scripts/_debian.sh
+_UNPACKED = Path(sys.prefix, "chromium")  # scripts/_debian.sh
 
 
 @final
