@@ -32,9 +32,18 @@ ASYNC_BLOCKS = {"gemma3": 44, "qwen3.5": 28}  # a few more; of preemptions see `
 PIECES = {"gemma3": "num_window_chunks", "qwen3.5": "num_states"}
 
 
-@pytest.mark.parametrize("model", few(PIECES, "qwen3.5"))
-@pytest.mark.parametrize("setup", few(SETUPS, "async scheduling, answers saved"))
-def test_answers_equal_those_without_a_connector(process, plain, model, setup):
+def each_with_one_model():
+    """Each setup with one of the models, in turn; with the other it is a campaign's (`-m slow`)."""
+    for i, setup in enumerate(SETUPS):
+        for j, model in enumerate(PIECES):
+            if setup == "async scheduling, answers saved" and model == "qwen3.5":
+                yield pytest.param(setup, model)
+            else:
+                yield pytest.param(setup, model, marks=pytest.mark.slow if (i + j) % 2 else pytest.mark.wide)
+
+
+@pytest.mark.parametrize(("setup", "model"), each_with_one_model())
+def test_answers_equal_those_without_a_connector(process, plain, setup, model):
     changes, settings, counted = SETUPS[setup]
     engine = FEW_BLOCKS[model] | changes
     if "async_scheduling" in changes:
@@ -68,8 +77,16 @@ def test_a_shared_document_is_loaded_by_the_third_request(process, plain, model)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("model", PIECES)
-@pytest.mark.parametrize("changes", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("changes", "model"),
+    [
+        ({}, "gemma3"),
+        (ASYNC, "qwen3.5"),
+        pytest.param({}, "qwen3.5", marks=pytest.mark.slow),
+        pytest.param(ASYNC, "gemma3", marks=pytest.mark.slow),
+    ],
+    ids=["sync", "async", "sync, states", "async, windows"],
+)
 def test_what_the_host_tier_has_lost_or_another_engine_has_computed_comes_from_files(
     process, plain, model, changes, tmp_path
 ):
