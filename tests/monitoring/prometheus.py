@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -23,7 +22,7 @@ from tpu_offload.monitoring.panels import Query
 
 ROOT = Path(__file__).parents[2]
 SCRAPE = ROOT / "deploy" / "prometheus" / "scrape.yml"
-_UNPACKED = Path(sys.prefix, "prometheus/usr/bin")  # scripts/_debian.sh
+_UNPACKED = ROOT / ".venv" / "prometheus" / "usr" / "bin"  # scripts/_debian.sh
 _START_S = 60.0
 
 Samples = list[tuple[dict[str, str], float]]
