@@ -100,16 +100,19 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(config, items):
-    """Marks what the quick suite leaves out and what is also run compiled, and orders the files.
-
-    With several processes the files that take longest come first: no process is left with one at the end.
-    """
+    """Marks what the quick suite leaves out and what is also run compiled, and orders the files."""
     mark_wide(items)
+    skips = is_compiled()
     for item in items:
         if item.location[0].startswith(OF_COMPILED):
             item.add_marker("compiled")
-        if is_compiled() and item.get_closest_marker("interpreted"):
+        if skips and item.get_closest_marker("interpreted"):
             item.add_marker(pytest.mark.skip(reason="it changes classes, which cannot be changed compiled"))
+    longest_first(config, items)
+
+
+def longest_first(config, items):
+    """With several processes the files that take longest come first: no process is left with one at the end."""
     if hasattr(config, "workerinput"):
         places = {path: place for place, path in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: places.get(item.location[0], len(places)))

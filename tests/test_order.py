@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_files_exist():
-    assert [path for path in conftest.LONGEST_FIRST if not (ROOT / path).is_file()] == []
+    assert [path for path in (*conftest.LONGEST_FIRST, *conftest.OF_COMPILED) if not (ROOT / path).exists()] == []
     assert len(set(conftest.LONGEST_FIRST)) == len(conftest.LONGEST_FIRST)
 
 
@@ -20,5 +20,5 @@ def test_only_with_several_processes():
         (SimpleNamespace(workerinput={}), [first, last, other]),
     ]:
         items = [SimpleNamespace(location=(path, 0, "")) for path in paths]
-        conftest.pytest_collection_modifyitems(config, items)
+        conftest.longest_first(config, items)
         assert [item.location[0] for item in items] == expected
