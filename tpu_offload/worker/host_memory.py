@@ -25,7 +25,6 @@ from tpu_offload.memory import (
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
-_FEW_PLACES = 24  # so many flags are set in a loop, for less than a call of numpy costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class HostMemory:
         end = first + self.spec.segment_blocks
         if ranks is not None:
             self.lost[:, first:end][ranks, places] = lost
-        elif len(self.lost) == 1 and not isinstance(places, slice) and len(places) <= _FEW_PLACES:
+        elif len(self.lost) == 1 and not isinstance(places, slice):  # nearly always, and cheaper, also for many
             flags = memoryview(self.lost[0])
             for place in places.tolist():
                 flags[first + place] = lost

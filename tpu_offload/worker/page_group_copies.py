@@ -147,11 +147,7 @@ class PageGroupCopies:
         if not host_ids:
             return []
         block_ids = parts[0][1].block_ids if len(parts) == 1 else [i for _, part in parts for i in part.block_ids]
-        places = np.array(host_ids, np.int32)
-        if len(parts) == 1:
-            job_ids = np.full(len(host_ids), parts[0][0].job_id, np.int64)
-        else:
-            job_ids = np.array(_of_blocks(parts, "job_id"), np.int64)
+        job_ids, places = np.array(_of_blocks(parts, "job_id"), np.int64), np.array(host_ids, np.int32)
         ranks = self._ranks_of(parts)
         size = self.memory.spec.segment_blocks
         segment_id = min(host_ids) // size
