@@ -120,7 +120,6 @@ class OffloadWorker:
         self._no_memory = (0,) * len(pools.pools), 0, 0
         # The last plan, as it was passed (None once it has ended), and without its invalid or stale jobs.
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
-        self._of_kind: _OfKind = {}  # the jobs of the latter
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
         if all(self._num_host_slots):
@@ -178,7 +177,7 @@ class OffloadWorker:
           The epoch of the new caches.
         """
         given, plan = self._plan
-        self._plan, self._of_kind = (None, dataclasses.replace(plan, jobs=())), {}
+        self._plan = None, dataclasses.replace(plan, jobs=())
         self._gate.mark_caches_lost()
         self._jobs.cancel_loads()
         if self._tier is not None:
@@ -235,7 +234,7 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        jobs = self._of_kind = plan.by_kind() if plan.jobs else {}
+        jobs = plan.by_kind()
         if _AFTER_PASS.isdisjoint(jobs):  # else `end_step` starts the last of them
             self._jobs.raise_watermark(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
@@ -363,7 +362,7 @@ class OffloadWorker:
         """
         given, sound = self._plan
         if plan is given:
-            plan, jobs = sound, self._of_kind
+            plan = sound
         else:  # unpickled a second time, or not the one that has begun
             plan = self._sound(plan)
             if given is None or plan.step_id != sound.step_id:
@@ -372,8 +371,7 @@ class OffloadWorker:
                 return
             if self._gate.is_stale(plan):
                 plan = sound
-            jobs = plan.by_kind()
-        self._plan, self._of_kind = (None, sound), {}
+        self._plan, jobs = (None, sound), plan.by_kind()
         saves = jobs.get(JobKind.SAVE, ())
         if self._tier is None:
             self._refuse(saves, _OFF)
