@@ -71,6 +71,8 @@ class Process:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TPU_SKIP_MDS_QUERY": "1",
+            # Else a step that ends ten seconds after the last log writes the statistics that `log_stats` asks for.
+            "VLLM_LOG_STATS_INTERVAL": "1e9",
             # One program of the model for all steps, not one for each power of two from 16 tokens on; `test_serve` has
             # those.
             "MIN_TOKEN_BUCKET": "64",
