@@ -308,11 +308,24 @@ def pauses(clock: Clock) -> float:
     return 5400
 
 
+def evaluation(clock: Clock) -> float:
+    """Evaluations: the questions of each share a few-shot head, and each is asked four times, in random order."""
+    rng = clock.random
+    for _ in range(24):
+        head = clock.blocks(rng.randint(8, 60))
+        start_s, duration_s = rng.uniform(0, 3000), rng.uniform(300, 1500)
+        for _ in range(60):
+            question = head + clock.blocks(rng.randint(1, 4))
+            for _ in range(4):
+                clock.at(start_s + rng.uniform(0, duration_s), _ask(clock, question, 1))
+    return 4500
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
         *(chat, edits, agent, tools, code, documents, bursts, popular, loop),
-        *(drift, crawl, retrieval, search, shots, pauses),
+        *(drift, crawl, retrieval, search, shots, pauses, evaluation),
     )
 }
 
@@ -353,19 +366,6 @@ def backtracking(clock: Clock) -> float:
     return 1500
 
 
-def evaluation(clock: Clock) -> float:
-    """Evaluations: the questions of each share a few-shot head, and each is asked four times, in random order."""
-    rng = clock.random
-    for _ in range(24):
-        head = clock.blocks(rng.randint(8, 60))
-        start_s, duration_s = rng.uniform(0, 3000), rng.uniform(300, 1500)
-        for _ in range(60):
-            question = head + clock.blocks(rng.randint(1, 4))
-            for _ in range(4):
-                clock.at(start_s + rng.uniform(0, duration_s), _ask(clock, question, 1))
-    return 4500
-
-
 def tenants(clock: Clock) -> float:
     """Tenants with documents of their own: a question has a few in random order, and another may follow."""
     rng = clock.random
@@ -389,8 +389,59 @@ def tenants(clock: Clock) -> float:
     return 1800
 
 
+def templates(clock: Clock) -> float:
+    """Calls of programs: a template and a text. New versions of a template replace it; some calls are made again."""
+    rng = clock.random
+    versions = [clock.blocks(rng.randint(1, 12)) for _ in range(120)]
+    weights = [1 / (i + 1) ** 0.8 for i in range(120)]
+
+    def call(time_s: float, prompt: Blocks, num_tries: int) -> Blocks:
+        if num_tries and rng.random() < 0.15:
+            clock.at(time_s + rng.expovariate(1 / 10), lambda t: call(t, prompt, num_tries - 1))
+        return prompt + clock.blocks(1)
+
+    def start() -> Event:
+        number = rng.choices(range(120), weights)[0]
+        text = clock.blocks(rng.lognormvariate(0.9, 0.8))
+        return lambda t: call(t, versions[number] + text, 2)
+
+    def deploy(time_s: float) -> Blocks:
+        number = rng.randrange(120)
+        kept = versions[number][: rng.randint(0, len(versions[number]) - 1)]
+        versions[number] = kept + clock.blocks(rng.randint(1, 8))
+        return call(time_s, versions[number], 0)
+
+    clock.arrivals(3, 1800, start)
+    clock.arrivals(0.05, 1800, lambda: deploy)
+    return 1800
+
+
+def subagents(clock: Clock) -> float:
+    """Agents hand tasks to others, which begin with their tools or with all they know, and go on with the answers."""
+    rng, tools = clock.random, clock.blocks(12)
+
+    def lead(time_s: float, prompt: Blocks, num_rounds: int) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, 4))
+        if not num_rounds:
+            return prompt
+        ends = [work(time_s, prompt) for _ in range(rng.randint(1, 5))]
+        clock.at(max(ends) + rng.expovariate(1 / 5), lambda t: lead(t, prompt, num_rounds - 1))
+        return prompt + clock.blocks(1)
+
+    def work(time_s: float, prompt: Blocks) -> float:
+        task = (prompt if rng.random() < 0.5 else tools) + clock.blocks(rng.randint(1, 6))
+        for _ in range(rng.randint(1, 8)):
+            time_s += 2 + rng.lognormvariate(1.8, 1.1)
+            clock.at(time_s, _ask(clock, task, 1))
+            task = task + clock.blocks(rng.randint(1, 5))
+        return time_s
+
+    clock.arrivals(0.15, 1800, lambda: lambda t: lead(t, tools + clock.blocks(2), rng.randint(0, 6)))
+    return 1800
+
+
 # Kinds by which no policy was changed: they judge it.
-HELD_OUT = {kind.__name__: kind for kind in (backtracking, evaluation, tenants)}
+HELD_OUT = {kind.__name__: kind for kind in (backtracking, tenants, templates, subagents)}
 
 
 def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
