@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 
-from tpu_offload.core.policies import constant_rates, density, lifetimes, runs
+from tpu_offload.core.policies import constant_rates, density, lifetimes, run_classes, runs
 from tpu_offload.types import ChunkKey
 
 AGES = lifetimes._AGES
@@ -18,14 +18,17 @@ def group_of(age: int) -> int:
     return group
 
 
-def class_of(num_uses: int) -> int:
-    """The last class whose chunks have been used at most this often; at least two uses."""
-    classes = range(density._NUM_ORIGINS, density._NUM_CLASSES)
-    return max(c for c in classes if density._CLASS_USES[c] <= num_uses)
+def class_of(num_uses: int, interval: float, num_chunks: int) -> int:
+    """The last class whose chunks have been used at most this often; of many uses, that of the mean interval."""
+    if num_uses >= run_classes.MANY_USES:
+        place = math.floor(interval - (num_chunks.bit_length() - 2)) + 1
+        return run_classes.FIRST_INTERVAL + min(max(place, 0), run_classes.NUM_INTERVALS - 1)
+    classes = range(run_classes.NUM_ORIGINS, run_classes.FIRST_INTERVAL)
+    return max(c for c in classes if run_classes.CLASS_USES[c] <= num_uses)
 
 
 def of_its_pool(class_id: int) -> list[int]:
-    return [c for c, pool in enumerate(density._POOLS) if pool == density._POOLS[class_id]]
+    return [c for c, pool in enumerate(run_classes.POOLS) if pool == run_classes.POOLS[class_id]]
 
 
 class Chunk:
@@ -34,6 +37,7 @@ class Chunk:
     def __init__(self, key: ChunkKey, parent: ChunkKey | None, use_id: int, origin: int) -> None:
         self.key, self.parent, self.use_id, self.class_id = key, parent, use_id, origin
         self.num_uses = 1
+        self.interval = 0.0
         self.time = 0
         self.resident = True
 
@@ -42,7 +46,7 @@ class Worth:
     """Hit density from counted lifetimes. Tables by class and age group."""
 
     def __init__(self) -> None:
-        self.factors = density._CLASS_USES
+        self.factors = run_classes.CLASS_USES
         self.uses: Counter[tuple[int, int]] = Counter()
         self.in_hbm: Counter[tuple[int, int]] = Counter()  # of these, those that HBM served
         self.ends: Counter[tuple[int, int]] = Counter()
@@ -210,9 +214,11 @@ class SlowDensity:
             else:
                 ended.append((chunk.class_id, self.now - chunk.time))
                 num_ended_in_hbm += i < num_in_hbm
+                newest = 1 / min(chunk.num_uses, run_classes.MANY_USES)
+                chunk.interval = (1 - newest) * chunk.interval + newest * math.log2(max(1, self.now - chunk.time))
                 chunk.num_uses += 1
-                chunk.class_id = class_of(chunk.num_uses)
-                origin = min(chunk.num_uses.bit_length(), density._NUM_ORIGINS - 1)
+                chunk.class_id = class_of(chunk.num_uses, chunk.interval, self.size)
+                origin = min(chunk.num_uses.bit_length(), run_classes.NUM_ORIGINS - 1)
             chunk.time, chunk.use_id, chunk.resident = self.now, self.use_id, True
             self.ghosts.pop(key, None)
         self.worth.end(ended, used=True, num_in_hbm=num_ended_in_hbm)

@@ -1,8 +1,9 @@
 """Hit density: keeps the chunks with the most expected uses per unit of space and time.
 
 Consecutive chunks of a prefix that were used by the same requests are a run: they mostly share their future. The class
-of a run says how often it has been used: a run used twice is used again more often than one used once. Among runs used
-once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
+of a run says how often it has been used: a run used twice is used again more often than one used once. Of a run used
+many times the rate of use is known better than by that: its class says how long it waited between uses lately. Among
+runs used once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
 conversation and a question about a popular document differ. Runs that begin a prompt are told apart by their length
 too, while that matters: a scan of long documents that never return is not like chats. The time to the next use of each
 class is learned from all runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is
@@ -15,29 +16,27 @@ this prompt ends with, the next prompt continues without it. How often that happ
 rule, these chunks are evicted first.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
 from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.core.policies.run_classes import (
+    CLASS_USES,
+    MANY_USES,
+    NUM_CLASSES,
+    NUM_LENGTHS,
+    POOLS,
+    class_of,
+    origin_of,
+    part_of,
+    shortest_interval,
+)
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run, RunQueues
 from tpu_offload.types import ChunkKey
-
-# Classes: runs used once, by the power of two of the uses of the run before them (none, 1, 2 to 3, 4 to 7, more);
-# then all others by their uses, two classes for each power of two (2, 3, 4 to 5, 6 to 7, 8 to 11, ...), the last for
-# 256 and more.
-_NUM_ORIGINS = 5
-_NUM_CLASSES = _NUM_ORIGINS + 15
-_CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for i in range(_NUM_CLASSES - _NUM_ORIGINS)]
-# Used twice and three times is one class for the ages. That was needed when a save because HBM evicts a block counted
-# as a use; with two classes, hit rates differed by up to 0.005.
-_POOLS = [*range(_NUM_ORIGINS + 1), *range(_NUM_ORIGINS, _NUM_CLASSES - 1)]
-
-# Runs used once without a run before them also belong to a part of class 0, by their length: 1, 2, 3, 4 to 5, 6 to 7, 8
-# to 11, ... chunks, the last 128 and more. Parts are numbered like classes, after all of these.
-_NUM_LENGTHS = 14
 
 _TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 _MIN_TRACKED = 2**13  # and at least
@@ -52,17 +51,19 @@ class DensityPolicy(EvictionPolicy):
         self._runs = RunTable()  # of every chunk, resident or tracked
         self._num_known = 0
         self._num_resident = 0
-        self._queues = RunQueues(_CLASS_USES, _POOLS, num_parts=_NUM_LENGTHS)
+        self._queues = RunQueues(CLASS_USES, POOLS, num_parts=NUM_LENGTHS)
         self._newest_use_id = -1
         self._tracked: deque[tuple[int, int]] = deque()  # runs with evicted chunks: number and lifetime
         self._max_tracked = _MIN_TRACKED
         # Runs that end with the last chunk of a prompt (number and ticket), and how often it is used with those before.
         self._ends: deque[tuple[int, int]] = deque()
         self._end_chance = 1.0
+        self._shortest = 0  # interval between uses that is told from longer ones
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(1)."""
         self._max_tracked = max(_MIN_TRACKED, num_chunks * _TRACKED)
+        self._shortest = shortest_interval(num_chunks)
         self._queues.resize(num_chunks)
         self._forget_oldest()
 
@@ -186,14 +187,14 @@ class DensityPolicy(EvictionPolicy):
         run.num_resident += len(keys)
         self._num_known += len(keys)
         self._queues.resize_run(run, len(keys))
-        if run.class_id >= _NUM_CLASSES:
-            run.origin = _part_of(len(run.keys))
+        if run.class_id >= NUM_CLASSES:
+            run.origin = part_of(len(run.keys))
             self._queues.change_class(run, run.origin)
         return run
 
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
-        origin = _part_of(len(keys)) if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
+        origin = part_of(len(keys)) if before is None else origin_of(before.num_uses)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
         if not self._runs.add_new(run, keys):
             return None
@@ -229,9 +230,12 @@ class DensityPolicy(EvictionPolicy):
         if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
         run = self._first(run, num_chunks)
+        interval = math.log2(max(1, self._queues.now - run.time))
+        run.interval += (interval - run.interval) / min(run.num_uses, MANY_USES)
         run.num_uses, run.use_id = run.num_uses + 1, use.use_id
         # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again.
-        self._queues.renew(run, _class_of(run.num_uses), in_hbm=run.depth < use.num_in_hbm)
+        class_id = class_of(run.num_uses, run.interval, self._shortest)
+        self._queues.renew(run, class_id, in_hbm=run.depth < use.num_in_hbm)
         self._place_and_track(run)
         return run
 
@@ -256,6 +260,7 @@ class DensityPolicy(EvictionPolicy):
             use_id=run.use_id,
             origin=run.origin,
             num_uses=run.num_uses,
+            interval=run.interval,
         )
         head.time, head.class_id, head.slice = run.time, run.class_id, run.slice
         run.depth += num_chunks
@@ -275,6 +280,7 @@ class DensityPolicy(EvictionPolicy):
             use_id=run.use_id,
             origin=run.origin,
             num_uses=run.num_uses,
+            interval=run.interval,
         )
         rest.time, rest.class_id, rest.slice = run.time, run.class_id, run.slice
         rest.at_end, rest.end, run.at_end, run.end = run.at_end, run.end, False, None
@@ -404,20 +410,6 @@ class DensityPolicy(EvictionPolicy):
                 else:
                     self._queues.place(self._runs[stopped_at])
         return kept
-
-
-def _class_of(num_uses: int) -> int:
-    """The class of runs with at least two uses."""
-    power = num_uses.bit_length() - 2
-    return min(_NUM_ORIGINS + 2 * power + (num_uses >> power & 1), _NUM_CLASSES - 1)
-
-
-def _part_of(num_chunks: int) -> int:
-    """The part of class 0 for runs of this length."""
-    if num_chunks < 2:
-        return _NUM_CLASSES
-    power = num_chunks.bit_length() - 2
-    return _NUM_CLASSES + min(1 + 2 * power + (num_chunks >> power & 1), _NUM_LENGTHS - 1)
 
 
 def _is_open(run: Run) -> bool:

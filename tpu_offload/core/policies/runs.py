@@ -31,6 +31,7 @@ class Run:
     Attributes:
       depth: chunks before it in its prefix.
       num_uses: how often they have been used.
+      interval: the time between uses, as the mean of its binary logarithms; the last 16 count most.
       use_id: the last use.
       origin: its class while it has been used only once.
       at_end: the last chunk was the last one of the prompt that saved it.
@@ -49,6 +50,7 @@ class Run:
         "class_id",
         "depth",
         "end",
+        "interval",
         "keys",
         "life",
         "num_resident",
@@ -66,7 +68,15 @@ class Run:
     time: int
 
     def __init__(
-        self, keys: RunKeys, *, depth: int, num_resident: int, use_id: int, origin: int, num_uses: int = 1
+        self,
+        keys: RunKeys,
+        *,
+        depth: int,
+        num_resident: int,
+        use_id: int,
+        origin: int,
+        num_uses: int = 1,
+        interval: float = 0.0,
     ) -> None:
         self.keys = keys
         self.depth = depth
@@ -74,6 +84,7 @@ class Run:
         self.use_id = use_id
         self.origin = origin
         self.num_uses = num_uses
+        self.interval = interval
         self.at_end = False
         self.end: ChunkKey | None = None
         self.ticket = 0

@@ -1,0 +1,62 @@
+"""Classes of runs: of what is known about a run, the part that says most about its next use.
+
+- Runs used once, by the power of two of the uses of the run before them (none, 1, 2 to 3, 4 to 7, more).
+- Those used less than 16 times, by their uses, two classes for each power of two (2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to
+  15).
+- All others by the time between their uses, a class for each power of two of it. Their rate of use is known better than
+  by their number of uses, which says as much about how long they have been used as about how often.
+
+Runs used once without a run before them also belong to a part of class 0, by their length: 1, 2, 3, 4 to 5, 6 to 7, 8
+to 11, ... chunks, the last 128 and more. Parts are numbered like classes, after all of these.
+"""
+
+from typing import Final
+
+MANY_USES: Final = 16  # from so many on the class is that of the interval
+NUM_ORIGINS: Final = 5
+NUM_INTERVALS: Final = 9
+FIRST_INTERVAL: Final = NUM_ORIGINS + 6
+NUM_CLASSES: Final = FIRST_INTERVAL + NUM_INTERVALS
+NUM_LENGTHS: Final = 14
+
+# For the prior, by class: uses so far; for intervals 16 for the longest to 64 for the shortest.
+CLASS_USES = [1.0] * NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for i in range(FIRST_INTERVAL - NUM_ORIGINS)]
+CLASS_USES += [MANY_USES * 2.0 ** ((NUM_INTERVALS - 1 - i) / 4) for i in range(NUM_INTERVALS)]
+# Used twice and three times is one class for the ages. That was needed when a save because HBM evicts a block counted
+# as a use; with two classes, hit rates differed by up to 0.005.
+POOLS = [*range(NUM_ORIGINS + 1), *range(NUM_ORIGINS, NUM_CLASSES - 1)]
+
+
+def origin_of(num_uses_before: int) -> int:
+    """The class of a run used once, of the uses of the run before it."""
+    return min(num_uses_before.bit_length(), NUM_ORIGINS - 1)
+
+
+def part_of(num_chunks: int) -> int:
+    """The part of class 0 of a run used once with no run before it, of its length."""
+    if num_chunks < 2:
+        return NUM_CLASSES
+    power = num_chunks.bit_length() - 2
+    return NUM_CLASSES + min(1 + 2 * power + (num_chunks >> power & 1), NUM_LENGTHS - 1)
+
+
+def class_of(num_uses: int, interval: float, shortest: int) -> int:
+    """The class of a run that was used at least twice.
+
+    Args:
+      num_uses: how often it has been used.
+      interval: the time between its uses, as a power of two.
+      shortest: see `shortest_interval`.
+    """
+    if num_uses < MANY_USES:
+        power = num_uses.bit_length() - 2
+        return NUM_ORIGINS + 2 * power + (num_uses >> power & 1)
+    return FIRST_INTERVAL + max(0, min(int(interval - shortest + 1), NUM_INTERVALS - 1))
+
+
+def shortest_interval(num_chunks: int) -> int:
+    """Of a tier of this size: below this power of two intervals are not told apart.
+
+    It is a quarter to a half of the chunks in the tier. The longest are 32 to 64 times as many, and more.
+    """
+    return num_chunks.bit_length() - 2
