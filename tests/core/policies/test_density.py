@@ -96,6 +96,24 @@ def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
     assert num_hits["density"] > 0.8 * 2 * 299
 
 
+def test_of_prefixes_used_many_times_those_with_the_higher_rate_of_use_stay() -> None:
+    """Each is used 60 times, and then a new one takes its place: the number of uses says nothing of the rate.
+
+    With classes by the number of uses alone 0.39, W-TinyLFU 0.51, LRU 0.40.
+    """
+    rng, tier = random.Random(0), Tier(DensityPolicy(), 50)
+    num_uses, num_hits, num_asked = [0] * 15, 0, 0
+    for i in range(3000):
+        for head, rate in enumerate([0.3] * 5 + [0.06] * 10):
+            if rng.random() < rate:
+                shared = chain(f"head {head} {num_uses[head] // 60}", 10)
+                num_found = tier.serve(chain(f"question {i} {head}", 1, shared))
+                num_uses[head] += 1
+                if i > 1000:
+                    num_hits, num_asked = num_hits + num_found, num_asked + 10
+    assert num_hits > 0.52 * num_asked
+
+
 def test_without_tracking_evicted_chunks_it_would_not_learn_that(monkeypatch) -> None:
     monkeypatch.setattr(density, "_MIN_TRACKED", 0)
     monkeypatch.setattr(density, "_TRACKED", 0)
