@@ -260,6 +260,11 @@ def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
     assert in_hbm < 0.25 * other, "all that is left is the prior"
 
 
+def differ(lifetimes: Lifetimes) -> None:
+    """Gives evidence that parts are used at different rates."""
+    lifetimes._parts._evidence = 100.0
+
+
 def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_own() -> None:
     """Class 0 has two parts. The first is used at 0.9 of its lifetimes, the second, which has as many, at 0.1."""
     learnt, plain = Lifetimes((1.0, 2.0), half_life=10**9, num_parts=2), Lifetimes((1.0, 2.0), half_life=10**9)
@@ -269,8 +274,13 @@ def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_
             plain.end(0, 1, 500, used=used)
         for known in (learnt, plain):
             known.end(1, 1, 500, used=i % 2 == 0)
-    learnt.learn([1], [[0.0] * 4])
     plain.learn([1], [[0.0] * 2])
+    learnt.learn([1], [[0.0] * 4])
+    np.testing.assert_array_equal(
+        density(learnt, AGES)[:, 2:], density(learnt, AGES)[:, [0, 0]], "they may be the same"
+    )
+    differ(learnt)
+    learnt.learn([1], [[0.0] * 4])
     np.testing.assert_allclose(density(learnt, AGES)[:, :2], density(plain, AGES), rtol=1e-9)
     whole, _, often, rarely = density(learnt, [100])[0]
     assert often > 1.3 * whole
@@ -282,6 +292,7 @@ def test_a_part_with_few_observations_is_worth_as_much_as_its_class() -> None:
     for i in range(1000):
         learnt.end(1, 1, 500, used=i % 2 == 0)
     learnt.end(2, 1, 500, used=True)
+    differ(learnt)
     learnt.learn([1], [[0.0] * 4])
     whole, _, few, none = density(learnt, [100])[0]
     assert none == pytest.approx(whole)

@@ -171,8 +171,11 @@ class Lifetimes:
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
-        density = _best_rates(used * share, space)
+        num = len(used) if self._parts.found() else len(self._factors)  # parts have values of their own if they differ
+        density = np.zeros_like(used)
+        density[:num] = _best_rates((used * share)[:num], space[:num])
         is_constant, rates = self._constant.found()
+        is_constant[num:] = False
         used = _constant_uses(rates[is_constant], widths)
         density[is_constant] = _best_rates(used * share[is_constant], used) * rates[is_constant, None]
         last = first + end - 1
@@ -186,6 +189,7 @@ class Lifetimes:
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
         self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
+        self._density[:, num:] = self._density[:, :1]
 
     def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
         """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
