@@ -74,28 +74,39 @@ APART = np.array([[0.08, 0.04], [0.01, 0.005]])  # their rates
 
 @pytest.mark.parametrize(("actual", "differ"), [(APART, True), (np.full((2, 2), 0.02), False)])
 def test_parts_differ_where_their_rates_predict_which_are_used(actual, differ) -> None:
-    parts = PartRates()
-    assert not parts.found()
+    parts = PartRates(np.ones((1, 2)))
+    assert not parts.found().any()
     for _ in range(20):
         parts.observe(actual * TWO_PARTS / 4, TWO_PARTS, APART)
-    assert parts.found() == differ
+    assert parts.found() == [differ]
     assert differ or parts._evidence < 0
 
 
 def test_that_all_parts_are_used_more_at_one_age_is_no_evidence_nor_is_an_age_that_one_part_has() -> None:
-    parts = PartRates()
+    parts = PartRates(np.ones((1, 2)))
     same = np.array([[0.08, 0.01], [0.08, 0.01]])
     parts.observe(np.full((2, 2), 100.0), TWO_PARTS, same)
     parts.observe(np.full((2, 2), 100.0), TWO_PARTS * np.eye(2), APART)
-    assert parts._evidence == pytest.approx(0, abs=1e-9)
+    assert parts._evidence == pytest.approx([0], abs=1e-9)
 
 
 def test_evidence_that_parts_differ_wears_off() -> None:
-    parts = PartRates()
+    parts = PartRates(np.ones((1, 2)))
     parts.observe(APART * TWO_PARTS, TWO_PARTS, APART)
-    before = parts._evidence
+    (before,) = parts._evidence
     parts.halve()
-    assert parts._evidence == before / 2 > 0
+    assert parts._evidence == [before / 2]
+    assert before > 0
+
+
+def test_each_class_has_its_own_evidence_that_its_parts_differ() -> None:
+    """Two classes with two parts each; those of the second are used at one rate."""
+    parts = PartRates(np.repeat(np.eye(2), 2, axis=1))
+    exposure, rates = np.concatenate([TWO_PARTS, TWO_PARTS]), np.concatenate([APART, APART])
+    actual = np.concatenate([APART, np.full((2, 2), 0.02)])
+    for _ in range(20):
+        parts.observe(actual * exposure / 4, exposure, rates)
+    assert parts.found().tolist() == [True, False]
 
 
 # --- in the policy --------------------------------------------------------------------------------
@@ -182,13 +193,48 @@ def test_a_scan_of_longer_prompts_is_told_apart_and_displaces_nothing(monkeypatc
         hits.append(tier.serve_all(prompts[1500:]))
         assert isinstance(tier.policy, DensityPolicy)
         lifetimes = tier.policy._queues._lifetimes
-        assert lifetimes.parts_differ() == (enough < 100)
+        assert lifetimes.parts_differ()[0] == (enough < 100)
         tier.index.check_invariants()
     assert hits[0] > 1.01 * hits[1], hits
+
+
+def agents(seed: int, num_agents: int) -> list[list]:
+    """Agents whose prompts grow at short intervals, and are read three times more long after that."""
+    rng, start_s = random.Random(seed), 0.0
+    asked = []
+    for i in range(num_agents):
+        start_s += rng.expovariate(0.12)
+        time_s, prompt = start_s, chain(f"agent {i}", 5)
+        for step in range(rng.randint(5, 30)):
+            asked.append((time_s, prompt))
+            time_s += rng.expovariate(1 / 6)
+            prompt = chain(f"agent {i} {step}", 2, prompt)
+        for _ in range(3):
+            time_s += rng.uniform(100, 300)
+            asked.append((time_s, prompt))
+    asked.sort(key=lambda one: one[0])
+    return [chain(f"question {i}", 1, prompt) for i, (_, prompt) in enumerate(asked)]
+
+
+def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypatch) -> None:
+    """They were used equally often. ARC, whose frequent list has what was used twice at short intervals, is as good."""
+    prompts, hits = agents(0, 250), []
+    found = PartRates.found
+    for are_found in (found, lambda parts: found(parts) & False):
+        with monkeypatch.context() as patch:
+            patch.setattr(PartRates, "found", are_found)
+            tier = Tier(DensityPolicy(), 200)
+            tier.serve_all(prompts[:2000])
+            hits.append(tier.serve_all(prompts[2000:]))
+            tier.index.check_invariants()
+    arc = Tier(POLICIES["arc"](), 200)
+    arc.serve_all(prompts[:2000])
+    assert hits[0] > 1.1 * hits[1], hits
+    assert hits[0] > 0.97 * arc.serve_all(prompts[2000:])
 
 
 def test_lengths_are_not_told_apart_where_they_say_nothing() -> None:
     tier = Tier(DensityPolicy(), 800)
     tier.serve_all(questions(0))
     assert isinstance(tier.policy, DensityPolicy)
-    assert not tier.policy._queues._lifetimes.parts_differ()
+    assert not tier.policy._queues._lifetimes.parts_differ()[0]

@@ -261,13 +261,13 @@ def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
 
 
 def differ(lifetimes: Lifetimes) -> None:
-    """Gives evidence that parts are used at different rates."""
-    lifetimes._parts._evidence = 100.0
+    """Gives evidence that parts of class 0 are used at different rates."""
+    lifetimes._parts._evidence[0] = 100.0
 
 
 def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_own() -> None:
     """Class 0 has two parts. The first is used at 0.9 of its lifetimes, the second, which has as many, at 0.1."""
-    learnt, plain = Lifetimes((1.0, 2.0), half_life=10**9, num_parts=2), Lifetimes((1.0, 2.0), half_life=10**9)
+    learnt, plain = Lifetimes((1.0, 2.0), half_life=10**9, parts=[0, 0]), Lifetimes((1.0, 2.0), half_life=10**9)
     for i in range(2000):
         for part, used in ((0, i % 10 < 9), (1, i % 10 < 1)):
             learnt.end(2 + part, 1, 500, used=used)
@@ -288,7 +288,7 @@ def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_
 
 
 def test_a_part_with_few_observations_is_worth_as_much_as_its_class() -> None:
-    learnt = Lifetimes((1.0,), half_life=10**9, num_parts=3)
+    learnt = Lifetimes((1.0,), half_life=10**9, parts=[0, 0, 0])
     for i in range(1000):
         learnt.end(1, 1, 500, used=i % 2 == 0)
     learnt.end(2, 1, 500, used=True)

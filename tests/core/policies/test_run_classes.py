@@ -12,10 +12,12 @@ from tpu_offload.core.policies.run_classes import (
     NUM_INTERVALS,
     NUM_LENGTHS,
     NUM_ORIGINS,
+    PARTS,
     POOLS,
     class_of,
     origin_of,
-    part_of,
+    part_of_interval,
+    part_of_length,
     shortest_interval,
 )
 
@@ -60,9 +62,19 @@ def test_only_those_used_twice_and_three_times_share_their_ages() -> None:
     assert shared == [class_of(2, 0.0, 0), class_of(3, 0.0, 0)]
 
 
-def test_origins_and_parts() -> None:
+def test_parts_of_intervals_tell_waits_of_two_to_four_tiers_from_shorter_ones() -> None:
+    shortest, few_uses = shortest_interval(100), class_of(2, 3.0, 5)
+    ranges = groups(range(1, 2000), lambda last: part_of_interval(few_uses, math.log2(last), shortest))
+    assert ranges == [(1, 255), (256, 1999)]
+    parts = [part_of_interval(c, last, shortest) for c in range(few_uses, NUM_CLASSES) for last in (0.0, 60.0)]
+    assert parts == list(range(NUM_CLASSES + NUM_LENGTHS, NUM_CLASSES + len(PARTS)))
+    assert [PARTS[part - NUM_CLASSES] for part in parts[::2]] == list(range(few_uses, NUM_CLASSES))
+    assert [PARTS[part - NUM_CLASSES] for part in parts[1::2]] == list(range(few_uses, NUM_CLASSES))
+
+
+def test_origins_and_lengths() -> None:
     assert groups(range(20), origin_of) == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 19)]
-    lengths = groups(range(1, 1000), part_of)
+    lengths = groups(range(1, 1000), part_of_length)
     assert lengths[:6] == [(1, 1), (2, 2), (3, 3), (4, 5), (6, 7), (8, 11)]
     assert lengths[-1] == (128, 999)
-    assert (len(lengths), part_of(1)) == (NUM_LENGTHS, NUM_CLASSES)
+    assert (len(lengths), part_of_length(1)) == (NUM_LENGTHS, NUM_CLASSES)

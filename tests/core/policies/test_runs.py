@@ -223,12 +223,12 @@ def test_stale_entries_are_purged_in_time(queues) -> None:
 
 
 def test_runs_of_parts_are_in_the_queue_of_their_class_until_the_parts_differ() -> None:
-    queues = RunQueues(NUM_USES, num_parts=2)
+    queues = RunQueues(NUM_USES, parts=[0, 0])
     queues.resize(1000)
     one, other = begin(queues, 3), begin(queues, 4)
     (queue,) = queues.order()
     assert [run for run, _ in queue] == [one, other]
-    queues._lifetimes._parts._evidence = 100.0
+    queues._lifetimes._parts._evidence[0] = 100.0
     queues.advance(runs._LEARN_EVERY)
     queues.reorder()
     assert not queues.is_in(one, queue)
@@ -243,7 +243,7 @@ def test_runs_of_parts_are_in_the_queue_of_their_class_until_the_parts_differ() 
 
 
 def test_a_run_that_grows_is_counted_in_its_new_part() -> None:
-    queues = RunQueues(NUM_USES, num_parts=2)
+    queues = RunQueues(NUM_USES, parts=[0, 0])
     run = begin(queues, 3, 4)
     queues.change_class(run, 4)
     queues.check_invariants([run])

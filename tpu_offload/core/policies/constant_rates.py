@@ -15,7 +15,7 @@ What HBM serves has no part in it either: young chunks that HBM still has are no
 come, and chunks that HBM always has say nothing of those that it lacks.
 
 Whether the parts of a class differ is asked in the same way: given how many uses of the class there were at an age, two
-predictions say which parts they belong to, by the rates of the parts and by one rate for all.
+predictions say which parts they belong to, by the rates of the parts and by one rate for all. Each class has an answer.
 """
 
 from typing import Any, final
@@ -69,22 +69,29 @@ class ConstantRates:
 
 @final
 class PartRates:
-    """The evidence that the parts of a class are used at different rates."""
+    """The evidence, by class, that the parts of a class are used at different rates.
 
-    def __init__(self) -> None:
-        self._evidence = 0.0
+    Args:
+      whole: float64[classes, parts], 1 where the part is one of the class, else 0.
+    """
+
+    def __init__(self, whole: _Floats) -> None:
+        self._whole = whole
+        self._evidence = np.zeros(len(whole))
 
     def observe(self, runs: _Floats, exposure: _Floats, rates: _Floats) -> None:
         """Compares the predictions for a while with what happened; as `ConstantRates.observe`, by part for class."""
-        mean = (exposure * rates).sum(0) / np.maximum(exposure.sum(0), 1.0)
+        whole = self._whole
+        means = (whole @ (exposure * rates)) / np.maximum(whole @ exposure, 1.0)
+        mean = whole.T @ means
         mixed = (1 - _DOUBT) * rates + _DOUBT * mean
         ratio = np.where(exposure > 0, mixed / np.maximum(mean, 1e-300), 1.0)
-        self._evidence += float((runs * np.log(ratio)).sum())
+        self._evidence += whole @ (runs * np.log(ratio)).sum(1)
 
     def halve(self) -> None:
         """Halves the weight of all that was observed."""
         self._evidence /= 2
 
-    def found(self) -> bool:
-        """Whether the parts differ."""
+    def found(self) -> _Bools:
+        """The classes whose parts differ, as bool[classes]."""
         return self._evidence > _ENOUGH

@@ -2,12 +2,12 @@
 
 Consecutive chunks of a prefix that were used by the same requests are a run: they mostly share their future. The class
 of a run says how often it has been used: a run used twice is used again more often than one used once. Of a run used
-many times the rate of use is known better than by that: its class says how long it waited between uses lately. Among
-runs used once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
-conversation and a question about a popular document differ. Runs that begin a prompt are told apart by their length
-too, while that matters: a scan of long documents that never return is not like chats. The time to the next use of each
-class is learned from all runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is
-assumed of the traffic.
+many times the rate of use is known better than by that: its class says how long it waited between uses lately. Those
+that waited long for the last use are told apart while that matters. Among runs used once the class says how often the
+chunks before them were used: the beginning of a prompt, the next turn of a conversation and a question about a popular
+document differ. Runs that begin a prompt are told apart by their length too, while that matters: a scan of long
+documents that never return is not like chats. The time to the next use of each class is learned from all runs,
+including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
 
 The victim is the tail of the run whose class and age have the lowest value (see `runs`).
 
@@ -27,11 +27,12 @@ from tpu_offload.core.policies.run_classes import (
     CLASS_USES,
     MANY_USES,
     NUM_CLASSES,
-    NUM_LENGTHS,
+    PARTS,
     POOLS,
     class_of,
     origin_of,
-    part_of,
+    part_of_interval,
+    part_of_length,
     shortest_interval,
 )
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
@@ -51,7 +52,7 @@ class DensityPolicy(EvictionPolicy):
         self._runs = RunTable()  # of every chunk, resident or tracked
         self._num_known = 0
         self._num_resident = 0
-        self._queues = RunQueues(CLASS_USES, POOLS, num_parts=NUM_LENGTHS)
+        self._queues = RunQueues(CLASS_USES, POOLS, parts=PARTS)
         self._newest_use_id = -1
         self._tracked: deque[tuple[int, int]] = deque()  # runs with evicted chunks: number and lifetime
         self._max_tracked = _MIN_TRACKED
@@ -188,13 +189,13 @@ class DensityPolicy(EvictionPolicy):
         self._num_known += len(keys)
         self._queues.resize_run(run, len(keys))
         if run.class_id >= NUM_CLASSES:
-            run.origin = part_of(len(run.keys))
+            run.origin = part_of_length(len(run.keys))
             self._queues.change_class(run, run.origin)
         return run
 
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
-        origin = part_of(len(keys)) if before is None else origin_of(before.num_uses)
+        origin = part_of_length(len(keys)) if before is None else origin_of(before.num_uses)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
         if not self._runs.add_new(run, keys):
             return None
@@ -235,7 +236,8 @@ class DensityPolicy(EvictionPolicy):
         run.num_uses, run.use_id = run.num_uses + 1, use.use_id
         # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again.
         class_id = class_of(run.num_uses, run.interval, self._shortest)
-        self._queues.renew(run, class_id, in_hbm=run.depth < use.num_in_hbm)
+        part = part_of_interval(class_id, interval, self._shortest)
+        self._queues.renew(run, part, in_hbm=run.depth < use.num_in_hbm)
         self._place_and_track(run)
         return run
 

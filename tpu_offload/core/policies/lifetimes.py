@@ -21,7 +21,7 @@ than the one before, and proportional to the number of uses so far. So the value
 with uses, as with LFU (both: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017). Beyond the oldest observed age
 it falls as one over the age.
 
-A class may have parts. Their hazard rates are those of the class times a factor (Cox, "Regression models and
+Classes may have parts. Their hazard rates are those of the class times a factor (Cox, "Regression models and
 life-tables", 1972): one number for each part, so that few observations suffice.
 """
 
@@ -58,17 +58,23 @@ class Lifetimes:
       half_life: observations are halved in weight after this many lifetimes of runs have ended.
       pools: for each class the pool that it belongs to; the hazard rates of a pool are estimated together. By default
         each class is its own.
-      num_parts: class 0 has so many parts, numbered like classes after the last of these. What is counted in a part
-        counts in class 0 too.
+      parts: for each part its class. Parts are numbered like classes, after the last of these. What is counted in a
+        part counts in its class too.
     """
 
     def __init__(
-        self, num_uses: Sequence[float], *, half_life: int, pools: Sequence[int] | None = None, num_parts: int = 0
+        self,
+        num_uses: Sequence[float],
+        *,
+        half_life: int,
+        pools: Sequence[int] | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
-        numbers = [*(range(len(num_uses)) if pools is None else pools), *range(-num_parts, 0)]
+        numbers = [*(range(len(num_uses)) if pools is None else pools), *range(-len(parts), 0)]
         num_classes = len(numbers)
+        self._class_of = np.array([*range(len(num_uses)), *parts])  # of each class, itself
         self._whole = np.eye(num_classes)  # [class, classes that count in it]
-        self._whole[0, len(num_uses) :] = 1.0
+        self._whole[self._class_of, range(num_classes)] = 1.0
         # [class, classes of its pool]
         self._pooled = np.equal.outer(numbers, numbers).astype(np.float64) @ self._whole
         self._factors = np.array(num_uses, np.float64)[:, None]
@@ -88,7 +94,7 @@ class Lifetimes:
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
         self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
         self._constant = ConstantRates(num_classes)
-        self._parts = PartRates()
+        self._parts = PartRates(self._whole[: len(num_uses), len(num_uses) :])
         self.learn([1], [[0.0] * num_classes])
 
     def end(
@@ -157,9 +163,10 @@ class Lifetimes:
         ends = self._pooled @ (self._all_ends + alive_now)
         self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
 
-    def parts_differ(self) -> bool:
-        """Whether the parts of class 0 are used at different rates, as last estimated."""
-        return self._parts.found()
+    def parts_differ(self) -> list[bool]:
+        """For each class whether its parts are used at different rates, as last estimated."""
+        differ: list[bool] = self._parts.found().tolist()
+        return differ
 
     def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
         """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
@@ -171,11 +178,12 @@ class Lifetimes:
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
-        num = len(used) if self._parts.found() else len(self._factors)  # parts have values of their own if they differ
+        num = len(self._factors)
+        is_own = np.append(np.full(num, True), self._parts.found()[self._class_of[num:]])  # else the value of its class
         density = np.zeros_like(used)
-        density[:num] = _best_rates((used * share)[:num], space[:num])
+        density[is_own] = _best_rates((used * share)[is_own], space[is_own])
         is_constant, rates = self._constant.found()
-        is_constant[num:] = False
+        is_constant &= is_own
         used = _constant_uses(rates[is_constant], widths)
         density[is_constant] = _best_rates(used * share[is_constant], used) * rates[is_constant, None]
         last = first + end - 1
@@ -189,7 +197,7 @@ class Lifetimes:
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
         self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
-        self._density[:, num:] = self._density[:, :1]
+        self._density[:, ~is_own] = self._density[:, self._class_of[~is_own]]
 
     def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
         """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
@@ -212,10 +220,10 @@ class Lifetimes:
         mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
         prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
         hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
-        return np.concatenate([hazard, self._part_hazard(hazard[0], part_uses, part_reached)])
+        return np.concatenate([hazard, self._part_hazard(hazard[self._class_of[num:]], part_uses, part_reached)])
 
     def _part_hazard(self, hazard: _Floats, uses: _Floats, reached: _Floats) -> _Floats:
-        """The same for the parts of a class, in proportion to the hazard of the class."""
+        """The same for parts, in proportion to the hazards of their classes, which are float64[parts, age groups]."""
         weight = _PART_RUNS * self._run_size
         factors = (uses.sum(1) + weight) / ((reached * hazard).sum(1) + weight)
         parts: _Floats = np.minimum(hazard * factors[:, None], _MAX_PRIOR)

@@ -6,8 +6,12 @@
 - All others by the time between their uses, a class for each power of two of it. Their rate of use is known better than
   by their number of uses, which says as much about how long they have been used as about how often.
 
-Runs used once without a run before them also belong to a part of class 0, by their length: 1, 2, 3, 4 to 5, 6 to 7, 8
-to 11, ... chunks, the last 128 and more. Parts are numbered like classes, after all of these.
+Classes have parts, which matter only while their rates of use are found to differ:
+
+- Runs used once without a run before them, by their length: 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, ... chunks, the last 128
+  and more.
+- Those used more often, by whether they waited long for the last use. So what has paused once, and may be used no more,
+  is told from what is in use.
 """
 
 from typing import Final
@@ -18,6 +22,7 @@ NUM_INTERVALS: Final = 9
 FIRST_INTERVAL: Final = NUM_ORIGINS + 6
 NUM_CLASSES: Final = FIRST_INTERVAL + NUM_INTERVALS
 NUM_LENGTHS: Final = 14
+_LONG: Final = 3  # a long wait: so many powers of two above the shortest interval, two to four times the tier
 
 # For the prior, by class: uses so far; for intervals 16 for the longest to 64 for the shortest.
 CLASS_USES = [1.0] * NUM_ORIGINS + [2.0 ** (i // 2 + 1) * (1 + i % 2 / 2) for i in range(FIRST_INTERVAL - NUM_ORIGINS)]
@@ -26,14 +31,17 @@ CLASS_USES += [MANY_USES * 2.0 ** ((NUM_INTERVALS - 1 - i) / 4) for i in range(N
 # as a use; with two classes, hit rates differed by up to 0.005.
 POOLS = [*range(NUM_ORIGINS + 1), *range(NUM_ORIGINS, NUM_CLASSES - 1)]
 
+# For each part its class. Parts are numbered like classes, after all of these.
+PARTS = [0] * NUM_LENGTHS + [class_id for class_id in range(NUM_ORIGINS, NUM_CLASSES) for _ in range(2)]
+
 
 def origin_of(num_uses_before: int) -> int:
     """The class of a run used once, of the uses of the run before it."""
     return min(num_uses_before.bit_length(), NUM_ORIGINS - 1)
 
 
-def part_of(num_chunks: int) -> int:
-    """The part of class 0 of a run used once with no run before it, of its length."""
+def part_of_length(num_chunks: int) -> int:
+    """The part of class 0 of a run used once with no run before it, which has so many chunks."""
     if num_chunks < 2:
         return NUM_CLASSES
     power = num_chunks.bit_length() - 2
@@ -52,6 +60,11 @@ def class_of(num_uses: int, interval: float, shortest: int) -> int:
         power = num_uses.bit_length() - 2
         return NUM_ORIGINS + 2 * power + (num_uses >> power & 1)
     return FIRST_INTERVAL + max(0, min(int(interval - shortest + 1), NUM_INTERVALS - 1))
+
+
+def part_of_interval(class_id: int, last: float, shortest: int) -> int:
+    """The part of the class of a run that was used at least twice, whose last interval was this power of two."""
+    return NUM_CLASSES + NUM_LENGTHS + 2 * (class_id - NUM_ORIGINS) + (last >= shortest + _LONG)
 
 
 def shortest_interval(num_chunks: int) -> int:

@@ -151,16 +151,17 @@ class RunQueues:
     Args:
       num_uses: for each class, about how often its chunks have been used.
       pools: see `Lifetimes`.
-      num_parts: see `Lifetimes`. Runs of class 0 are in queues of their parts while these differ, else in those of the
-        class.
+      parts: see `Lifetimes`. Runs of a part are in queues of their own while the parts of the class differ, else in
+        those of the class.
     """
 
-    def __init__(self, num_uses: Sequence[float], pools: Sequence[int] | None = None, *, num_parts: int = 0) -> None:
-        self._num_classes = len(num_uses) + num_parts
-        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools, num_parts=num_parts)
-        self._apart = list(range(self._num_classes))
-        self._together = self._apart[: len(num_uses)] + [0] * num_parts
-        self._queue_of = self._together  # the number of its queue in a slice, by class
+    def __init__(
+        self, num_uses: Sequence[float], pools: Sequence[int] | None = None, *, parts: Sequence[int] = ()
+    ) -> None:
+        self._num_classes = len(num_uses) + len(parts)
+        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools, parts=parts)
+        self._class_of = [*range(len(num_uses)), *parts]  # of each class, itself
+        self._queue_of = self._class_of  # the number of its queue in a slice, by class
         self._num_queues = len(num_uses)  # of a slice; parts have some from the first time that they differ
         self._now = 0
         self._slices = [self._new_slice(0)]  # oldest first
@@ -345,10 +346,10 @@ class RunQueues:
     def _new_slice(self, start: int) -> _Slice:
         return _Slice(start, num_classes=self._num_classes, num_queues=self._num_queues)
 
-    def _set_apart(self, apart: bool) -> None:
-        """Whether runs are placed in queues of their parts from now on."""
-        self._queue_of = self._apart if apart else self._together
-        if apart and self._num_queues < self._num_classes:
+    def _set_apart(self, differ: list[bool]) -> None:
+        """For each class whether its runs are placed in queues of their parts from now on."""
+        self._queue_of = [i if differ[class_id] else class_id for i, class_id in enumerate(self._class_of)]
+        if any(differ) and self._num_queues < self._num_classes:
             self._num_queues = self._num_classes
             for time_slice in self._slices:
                 time_slice.queues += [deque() for _ in range(self._num_classes - len(time_slice.queues))]
