@@ -321,18 +321,6 @@ def evaluation(clock: Clock) -> float:
     return 4500
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(chat, edits, agent, tools, code, documents, bursts, popular, loop),
-        *(drift, crawl, retrieval, search, shots, pauses, evaluation),
-    )
-}
-
-
-CHANGING = "changing"
-
-
 def backtracking(clock: Clock) -> float:
     """Agents that search: they go deeper, go back and try another way, or split; a judge reads the end of each way."""
     rng = clock.random
@@ -364,6 +352,18 @@ def backtracking(clock: Clock) -> float:
 
     clock.arrivals(0.2, 1500, start)
     return 1500
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(chat, edits, agent, tools, code, documents, bursts, popular, loop),
+        *(drift, crawl, retrieval, search, shots, pauses, evaluation, backtracking),
+    )
+}
+
+
+CHANGING = "changing"
 
 
 def tenants(clock: Clock) -> float:
@@ -441,7 +441,7 @@ def subagents(clock: Clock) -> float:
 
 
 # Kinds by which no policy was changed: they judge it.
-HELD_OUT = {kind.__name__: kind for kind in (backtracking, tenants, templates, subagents)}
+HELD_OUT = {kind.__name__: kind for kind in (tenants, templates, subagents)}
 
 
 def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:

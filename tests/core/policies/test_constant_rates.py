@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.policies.traffic import Tier, chain, conversations
 from tpu_offload.core.policies import POLICIES, constant_rates
 from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
@@ -216,6 +217,7 @@ def agents(seed: int, num_agents: int) -> list[list]:
     return [chain(f"question {i}", 1, prompt) for i, (_, prompt) in enumerate(asked)]
 
 
+@interpreted_only
 def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypatch) -> None:
     """They were used equally often. ARC, whose frequent list has what was used twice at short intervals, is as good."""
     prompts, hits = agents(0, 250), []

@@ -292,7 +292,7 @@ class DensityPolicy(EvictionPolicy):
         return rest
 
     def _join(self, run: Run, other: Run) -> Run:
-        """Merges two consecutive runs that were just used, if they have been used about equally often.
+        """Merges two consecutive runs that were just used, if they are of the same class and part.
 
         The shorter one is merged into the longer one. Returns the run of the other's chunks.
         """
