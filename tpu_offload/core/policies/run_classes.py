@@ -1,4 +1,4 @@
-"""Classes of runs: of what is known about a run, the part that says most about its next use.
+"""Classes of runs: what is known about a run that says most about its next use.
 
 - Runs used once, by the power of two of the uses of the run before them (none, 1, 2 to 3, 4 to 7, more).
 - Those used less than 16 times, by their uses, two classes for each power of two (2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to
