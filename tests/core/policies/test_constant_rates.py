@@ -7,9 +7,10 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.policies.traffic import Tier, chain, conversations
-from tpu_offload.core.policies import POLICIES, constant_rates
+from tpu_offload.core.policies import POLICIES, constant_rates, density
 from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 from tpu_offload.core.policies.density import DensityPolicy
+from tpu_offload.core.policies.run_classes import origin_of
 
 EXPOSURE = np.array([[4000.0, 2000.0, 1000.0, 1000.0]])  # chunks times time, in four age groups
 FALLING = np.array([[0.08, 0.04, 0.02, 0.01]])  # rates by age
@@ -233,6 +234,20 @@ def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypat
     arc.serve_all(prompts[:2000])
     assert hits[0] > 1.1 * hits[1], hits
     assert hits[0] > 0.97 * arc.serve_all(prompts[2000:])
+
+
+@interpreted_only
+def test_so_is_what_follows_it_for_the_first_time(monkeypatch) -> None:
+    """The three readers of what an agent has done each ask a question of their own, which nobody asks again."""
+    prompts, hits = agents(0, 250), []
+    for origin in (origin_of, lambda num_uses, _: min(num_uses.bit_length(), 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(density, "origin_of", origin)
+            tier = Tier(DensityPolicy(), 400)
+            tier.serve_all(prompts[:2000])
+            hits.append(tier.serve_all(prompts[2000:]))
+            tier.index.check_invariants()
+    assert hits[0] > 1.05 * hits[1], hits
 
 
 def test_lengths_are_not_told_apart_where_they_say_nothing() -> None:

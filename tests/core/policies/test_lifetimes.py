@@ -297,3 +297,14 @@ def test_a_part_with_few_observations_is_worth_as_much_as_its_class() -> None:
     whole, _, few, none = density(learnt, [100])[0]
     assert none == pytest.approx(whole)
     assert whole < few < 1.1 * whole
+
+
+def test_parts_of_a_class_that_is_nearly_always_used_again_at_one_age_are_worth_no_less_than_it() -> None:
+    learnt = Lifetimes((1.0,), half_life=10**9, parts=[0, 0])
+    for _ in range(10_000):
+        learnt.end(1, 1, 500, used=True)
+        learnt.end(2, 1, 500, used=True)
+    differ(learnt)
+    learnt.learn([1], [[0.0] * 3])
+    whole, *parts = density(learnt, [100])[0]
+    assert parts == pytest.approx([whole, whole], rel=1e-3)

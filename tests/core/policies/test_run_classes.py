@@ -15,6 +15,7 @@ from tpu_offload.core.policies.run_classes import (
     PARTS,
     POOLS,
     class_of,
+    is_length,
     origin_of,
     part_of_interval,
     part_of_length,
@@ -67,14 +68,29 @@ def test_parts_of_intervals_tell_waits_of_two_to_four_tiers_from_shorter_ones() 
     ranges = groups(range(1, 2000), lambda last: part_of_interval(few_uses, math.log2(last), shortest))
     assert ranges == [(1, 255), (256, 1999)]
     parts = [part_of_interval(c, last, shortest) for c in range(few_uses, NUM_CLASSES) for last in (0.0, 60.0)]
-    assert parts == list(range(NUM_CLASSES + NUM_LENGTHS, NUM_CLASSES + len(PARTS)))
+    assert parts == list(range(parts[0], NUM_CLASSES + len(PARTS)))
     assert [PARTS[part - NUM_CLASSES] for part in parts[::2]] == list(range(few_uses, NUM_CLASSES))
     assert [PARTS[part - NUM_CLASSES] for part in parts[1::2]] == list(range(few_uses, NUM_CLASSES))
 
 
-def test_origins_and_lengths() -> None:
-    assert groups(range(20), origin_of) == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 19)]
+def test_origins_are_classes_by_the_uses_of_the_run_before_and_parts_by_its_last_wait() -> None:
+    assert [origin_of(1, class_id) for class_id in (0, 1, NUM_CLASSES)] == [1, 1, 1], "it was used once: no wait yet"
+    parts = []
+    for last in (0.0, 60.0):
+        before = part_of_interval(NUM_ORIGINS, last, 5)
+        assert groups(range(2, 20), lambda num_uses, part=before: PARTS[origin_of(num_uses, part) - NUM_CLASSES]) == [
+            (2, 3),
+            (4, 7),
+            (8, 19),
+        ]
+        parts += [origin_of(num_uses, before) for num_uses in (2, 4, 8)]
+    of_intervals = part_of_interval(NUM_ORIGINS, 0.0, 5)
+    assert sorted(parts) == list(range(NUM_CLASSES + NUM_LENGTHS, of_intervals)), "each has its own number"
+
+
+def test_lengths() -> None:
     lengths = groups(range(1, 1000), part_of_length)
     assert lengths[:6] == [(1, 1), (2, 2), (3, 3), (4, 5), (6, 7), (8, 11)]
     assert lengths[-1] == (128, 999)
     assert (len(lengths), part_of_length(1)) == (NUM_LENGTHS, NUM_CLASSES)
+    assert [c for c in range(NUM_CLASSES + len(PARTS)) if is_length(c)] == [part_of_length(n) for n, _ in lengths]

@@ -2,12 +2,13 @@
 
 Consecutive chunks of a prefix that were used by the same requests are a run: they mostly share their future. The class
 of a run says how often it has been used: a run used twice is used again more often than one used once. Of a run used
-many times the rate of use is known better than by that: its class says how long it waited between uses lately. Those
-that waited long for the last use are told apart while that matters. Among runs used once the class says how often the
-chunks before them were used: the beginning of a prompt, the next turn of a conversation and a question about a popular
-document differ. Runs that begin a prompt are told apart by their length too, while that matters: a scan of long
-documents that never return is not like chats. The time to the next use of each class is learned from all runs,
-including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
+many times the rate of use is known better than by that: its class says how long it waited between uses lately. Among
+runs used once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
+conversation and a question about a popular document differ. Those that waited long for the last use, and what follows
+them for the first time, are told apart while that matters. Runs that begin a prompt are told apart by their length,
+while that matters: a scan of long documents that never return is not like chats. The time to the next use of each class
+is learned from all runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is
+assumed of the traffic.
 
 The victim is the tail of the run whose class and age have the lowest value (see `runs`).
 
@@ -26,10 +27,10 @@ from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.run_classes import (
     CLASS_USES,
     MANY_USES,
-    NUM_CLASSES,
     PARTS,
     POOLS,
     class_of,
+    is_length,
     origin_of,
     part_of_interval,
     part_of_length,
@@ -188,14 +189,14 @@ class DensityPolicy(EvictionPolicy):
         run.num_resident += len(keys)
         self._num_known += len(keys)
         self._queues.resize_run(run, len(keys))
-        if run.class_id >= NUM_CLASSES:
+        if is_length(run.class_id):
             run.origin = part_of_length(len(run.keys))
             self._queues.change_class(run, run.origin)
         return run
 
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
-        origin = part_of_length(len(keys)) if before is None else origin_of(before.num_uses)
+        origin = part_of_length(len(keys)) if before is None else origin_of(before.num_uses, before.class_id)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
         if not self._runs.add_new(run, keys):
             return None

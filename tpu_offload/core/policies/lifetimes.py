@@ -226,7 +226,7 @@ class Lifetimes:
         """The same for parts, in proportion to the hazards of their classes, which are float64[parts, age groups]."""
         weight = _PART_RUNS * self._run_size
         factors = (uses.sum(1) + weight) / ((reached * hazard).sum(1) + weight)
-        parts: _Floats = np.minimum(hazard * factors[:, None], _MAX_PRIOR)
+        parts: _Floats = np.minimum(hazard * factors[:, None], np.maximum(hazard, _MAX_PRIOR))
         return parts
 
 

@@ -12,6 +12,7 @@ Classes have parts, which matter only while their rates of use are found to diff
   and more.
 - Those used more often, by whether they waited long for the last use. So what has paused once, and may be used no more,
   is told from what is in use.
+- Runs used once after a run that has been used twice or more, by whether that one waited long for this use.
 """
 
 from typing import Final
@@ -22,6 +23,8 @@ NUM_INTERVALS: Final = 9
 FIRST_INTERVAL: Final = NUM_ORIGINS + 6
 NUM_CLASSES: Final = FIRST_INTERVAL + NUM_INTERVALS
 NUM_LENGTHS: Final = 14
+_FIRST_WAITED: Final = 2  # the first class with parts by the last wait, which all after it have too
+_FIRST_WAIT: Final = NUM_CLASSES + NUM_LENGTHS  # its part by a short wait, which that by a long one follows
 _LONG: Final = 3  # a long wait: so many powers of two above the shortest interval, two to four times the tier
 
 # For the prior, by class: uses so far; for intervals 16 for the longest to 64 for the shortest.
@@ -32,12 +35,15 @@ CLASS_USES += [MANY_USES * 2.0 ** ((NUM_INTERVALS - 1 - i) / 4) for i in range(N
 POOLS = [*range(NUM_ORIGINS + 1), *range(NUM_ORIGINS, NUM_CLASSES - 1)]
 
 # For each part its class. Parts are numbered like classes, after all of these.
-PARTS = [0] * NUM_LENGTHS + [class_id for class_id in range(NUM_ORIGINS, NUM_CLASSES) for _ in range(2)]
+PARTS = [0] * NUM_LENGTHS + [class_id for class_id in range(_FIRST_WAITED, NUM_CLASSES) for _ in range(2)]
 
 
-def origin_of(num_uses_before: int) -> int:
-    """The class of a run used once, of the uses of the run before it."""
-    return min(num_uses_before.bit_length(), NUM_ORIGINS - 1)
+def origin_of(num_uses: int, class_id: int) -> int:
+    """The class or part of a run used once after a run that has been used so often, and is of this class or part."""
+    origin = min(num_uses.bit_length(), NUM_ORIGINS - 1)
+    if origin < _FIRST_WAITED:
+        return origin
+    return _FIRST_WAIT + 2 * (origin - _FIRST_WAITED) + (class_id - _FIRST_WAIT) % 2
 
 
 def part_of_length(num_chunks: int) -> int:
@@ -46,6 +52,11 @@ def part_of_length(num_chunks: int) -> int:
         return NUM_CLASSES
     power = num_chunks.bit_length() - 2
     return NUM_CLASSES + min(1 + 2 * power + (num_chunks >> power & 1), NUM_LENGTHS - 1)
+
+
+def is_length(class_id: int) -> bool:
+    """Whether that is a part by length."""
+    return NUM_CLASSES <= class_id < _FIRST_WAIT
 
 
 def class_of(num_uses: int, interval: float, shortest: int) -> int:
@@ -64,7 +75,7 @@ def class_of(num_uses: int, interval: float, shortest: int) -> int:
 
 def part_of_interval(class_id: int, last: float, shortest: int) -> int:
     """The part of the class of a run that was used at least twice, whose last interval was this power of two."""
-    return NUM_CLASSES + NUM_LENGTHS + 2 * (class_id - NUM_ORIGINS) + (last >= shortest + _LONG)
+    return _FIRST_WAIT + 2 * (class_id - _FIRST_WAITED) + (last >= shortest + _LONG)
 
 
 def shortest_interval(num_chunks: int) -> int:
