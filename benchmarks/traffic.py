@@ -354,11 +354,30 @@ def backtracking(clock: Clock) -> float:
     return 1500
 
 
+def readers(clock: Clock) -> float:
+    """Agents whose prompts grow at short intervals; what each has done is then read three times, minutes apart."""
+    rng = clock.random
+
+    def work(time_s: float) -> Blocks:
+        first = prompt = clock.blocks(5)
+        for _ in range(rng.randint(4, 29)):
+            time_s += rng.expovariate(1 / 6)
+            prompt = prompt + clock.blocks(2)
+            clock.at(time_s, _ask(clock, prompt, 1))
+        for _ in range(3):
+            time_s += rng.uniform(100, 300)
+            clock.at(time_s, _ask(clock, prompt, 1))
+        return first + clock.blocks(1)
+
+    clock.arrivals(0.12, 2400, lambda: work)
+    return 2400
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
         *(chat, edits, agent, tools, code, documents, bursts, popular, loop),
-        *(drift, crawl, retrieval, search, shots, pauses, evaluation, backtracking),
+        *(drift, crawl, retrieval, search, shots, pauses, evaluation, backtracking, readers),
     )
 }
 
