@@ -1,8 +1,9 @@
 """Metrics: a snapshot for code, Prometheus series, and a log line.
 
-Each metric is declared once, at its field of `OffloadStats`: what it counts, its unit, and whether it is a counter or a
-gauge. The series here and those of the vLLM adapter, with names and help, are generated from that, and so are the
-dashboard, the alerts and docs/metrics.md (`monitoring/`). The file is long because all declarations are in one place.
+Each metric is declared once, at its field of `OffloadStats`, or of `TierStats` for each storage tier: what it counts,
+its unit, and whether it is a counter or a gauge. The series here and those of the vLLM adapter, with names and help,
+are generated from that, and so are the dashboard, the alerts and docs/metrics.md (`monitoring/`). The file is
+long because all declarations are in one place.
 
 Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
 steps pay nothing for them.
@@ -337,6 +338,40 @@ class OffloadStats:
         return dict(zip(_NAMES, _values(self), strict=True))
 
 
+@final
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TierStats:
+    """The counts of one storage tier.
+
+    A snapshot of `OffloadStats` has the sums under the same names; its breakers are also those of other copies.
+
+    Attributes:
+      tier: its place, from 0, the nearest, and its name, such as `1:valkey`.
+    """
+
+    tier: str
+    num_stored_chunks: int = _gauge("chunks", "Records in this storage tier.")
+    num_open_breakers: int = _gauge(
+        "breakers",
+        "Kinds of copies of this storage tier (cascades, promotions, deletions, lookups) that are suspended because "
+        "they keep failing.",
+    )
+    cascaded_chunks: int = _counter(
+        "chunks", "Chunks, those of windows included, and states written from the host tier to this storage tier."
+    )
+    promoted_chunks: int = _counter(
+        "chunks", "Chunks, those of windows included, and states read from this storage tier into the host tier."
+    )
+    failed_storage_chunks: int = _counter(
+        "chunks",
+        "Chunks and states whose copy to or from this storage tier, or deletion there, failed or was late.",
+    )
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {name: getattr(self, name) for name in TIER_METRICS}
+
+
 def _family(field: str, unit: str) -> str:
     """The name in Prometheus: no `num_`, base units in full, the unit at the end."""
     name = field.removeprefix("num_")
@@ -347,61 +382,27 @@ def _family(field: str, unit: str) -> str:
     return name if name.endswith(f"_{unit}") else f"{name}_{unit}"
 
 
-def _specs() -> Mapping[str, MetricSpec]:
+def _specs(declared_in: type[OffloadStats | TierStats], *, prefix: str = "") -> Mapping[str, MetricSpec]:
     specs = {}
-    for field in dataclasses.fields(OffloadStats):
-        declared = dict(field.metadata[_METRIC])
-        declared["family"] = declared["family"] or _family(field.name, declared["unit"])
-        specs[field.name] = MetricSpec(field=field.name, **declared)
+    for field in dataclasses.fields(declared_in):
+        if _METRIC in field.metadata:
+            declared = dict(field.metadata[_METRIC])
+            declared["family"] = prefix + (declared["family"] or _family(field.name, declared["unit"]))
+            specs[field.name] = MetricSpec(field=field.name, **declared)
     return MappingProxyType(specs)
 
 
-METRICS = _specs()
+METRICS = _specs(OffloadStats)
 """The declarations of all metrics, by field of `OffloadStats`, in its order."""
+
+TIER_METRICS = _specs(TierStats, prefix="tier_")
+"""Those of the metrics of one storage tier, with the label `tier`, by field of `TierStats`."""
 
 GAUGES = frozenset(name for name, spec in METRICS.items() if spec.kind is MetricKind.GAUGE)
 """Fields of `OffloadStats` that are gauges; all others are counters."""
 
 SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is MetricGroup.SWAP)
 """Fields of `OffloadStats` that only engines with request swap report."""
-
-_TIER_HELP = {
-    "num_stored_chunks": "Records in this storage tier.",
-    "num_open_breakers": "Kinds of copies of this storage tier (cascades, promotions, deletions, lookups) that are "
-    "suspended because they keep failing.",
-    "cascaded_chunks": "Chunks, those of windows included, and states written from the host tier to this storage tier.",
-    "promoted_chunks": "Chunks, those of windows included, and states read from this storage tier into the host tier.",
-    "failed_storage_chunks": "Chunks and states whose copy to or from this storage tier, or deletion there, failed or "
-    "was late.",
-}
-TIER_METRICS = MappingProxyType(
-    {
-        name: dataclasses.replace(METRICS[name], family=f"tier_{METRICS[name].family}", help=text)
-        for name, text in _TIER_HELP.items()
-    }
-)
-"""The declarations of the metrics of one storage tier, with the label `tier`, by field of `TierStats`."""
-
-
-@final
-@dataclasses.dataclass(slots=True, kw_only=True)
-class TierStats:
-    """The counts of one storage tier, as in `OffloadStats`, which has those of all tiers together.
-
-    Attributes:
-      tier: its place, from 0, the nearest, and its name, such as `1:valkey`.
-    """
-
-    tier: str
-    num_stored_chunks: int = 0
-    num_open_breakers: int = 0
-    cascaded_chunks: int = 0
-    promoted_chunks: int = 0
-    failed_storage_chunks: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return {name: getattr(self, name) for name in TIER_METRICS}
 
 
 @final

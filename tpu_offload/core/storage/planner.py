@@ -207,9 +207,7 @@ class StoragePlanner:
             return
         bad = frozenset(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
-            num_failed = len(bad) or 1  # 1: deleting all of it
-            self._counts.failed_storage_chunks += num_failed
-            self._own_counts.failed_storage_chunks += num_failed
+            self._own_counts.failed_storage_chunks += len(bad) or 1  # 1: deleting all of it
         if job.kind is JobKind.PROMOTE:
             self._counts.missing_storage_chunks += len(job.missing.difference(bad))
             self.reads.ended(job, job.missing.union(bad))

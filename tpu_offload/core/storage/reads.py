@@ -242,7 +242,6 @@ class StorageReads:
     def _publish(self, job: Job, bad: Set[int]) -> None:
         """Publishes what is in the slots of a promotion, and removes what is in bad ones."""
         good = [slot for slot in job.slots if slot not in bad]
-        self._counts.promoted_chunks += len(good)
         self._own_counts.promoted_chunks += len(good)
         self._counts.promoted_nbytes += self._records.nbytes(good)
         assert job.writes is not None, "a promotion writes the host tier"

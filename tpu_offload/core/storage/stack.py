@@ -21,7 +21,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
-from tpu_offload.metrics import OffloadStats, TierStats
+from tpu_offload.metrics import TIER_METRICS, OffloadStats, TierStats
 from tpu_offload.types import ChunkKey, WorkerSetup
 
 
@@ -290,15 +290,14 @@ class StorageStackPlanner:
     # State.
 
     def add_stats(self, stats: OffloadStats) -> OffloadStats:
-        """Adds the gauges and breakers of all tiers to a snapshot."""
+        """Adds the counts, gauges and breakers of all tiers to a snapshot."""
         if not self._tiers:
             return stats
-        own = self.tier_stats()
+        own = [tier.as_dict() for tier in self.tier_stats()]
         return dataclasses.replace(
             stats,
-            num_stored_chunks=sum(tier.num_stored_chunks for tier in own),
             num_breaker_openings=stats.num_breaker_openings + sum(tier.num_breaker_openings for tier in self._tiers),
-            num_open_breakers=stats.num_open_breakers + sum(tier.num_open_breakers for tier in own),
+            **{name: getattr(stats, name) + sum(counts[name] for counts in own) for name in TIER_METRICS},
         )
 
     def tier_stats(self) -> tuple[TierStats, ...]:

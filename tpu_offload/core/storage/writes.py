@@ -335,7 +335,6 @@ class StorageWrites:
                 else:
                     records.add(name)
             if i not in bad:
-                self._counts.cascaded_chunks += 1
                 self._own_counts.cascaded_chunks += 1
                 self._counts.cascaded_nbytes += records.nbytes((slot,))
         self._note_written()
