@@ -77,16 +77,6 @@ BALANCED = Traffic("balanced", num_prompts=600, num_blocks=STATE_BLOCKS)
 PHASES = (CONVERSATIONS, DOCUMENTS, CONVERSATIONS)
 
 
-class _Never(PoolBalance):
-    """In place of the rule: moves nothing."""
-
-    def __init__(self) -> None:
-        super().__init__((1, 1), unit=1)
-
-    def choose(self, **_: Any) -> None:
-        """Nothing."""
-
-
 class Server:
     """Serves requests with the scheduler and a worker that does everything at once.
 
@@ -107,9 +97,9 @@ class Server:
         self.sizes = segments.divide(segments.num_segments, (share,))
         self.division_id = 0
         self.scheduler = OffloadScheduler(config, LAYOUT)
-        rule: Any = self.scheduler._pools._moves
-        if not moves:
-            rule._balance = _Never()
+        if not moves:  # as if nothing were ever evicted: there is no setting for it
+            pools: Any = self.scheduler._pools
+            pools._moves._balance = PoolBalance((1, 1), unit=1)
         self.num_requests = 0
         self.run(self.scheduler.plan_step())
 

@@ -26,7 +26,9 @@ from tpu_offload import (
     OffloadConfig,
     OffloadScheduler,
     StepReport,
+    WorkerSetup,
 )
+from tpu_offload.core.workers import expected_setups
 from tpu_offload.storage import StorageSpec
 from tpu_offload.storage.valkey import ValkeyTier
 from tpu_offload.types import JobKind
@@ -48,9 +50,19 @@ def make_scheduler(num_chunks: int, *, wait_s: float) -> OffloadScheduler:
         save_path="direct",
         load_path="direct",
     )
+    (expected,) = expected_setups(config, LAYOUT, num_workers=1)
+    setup = WorkerSetup(
+        **expected,
+        num_processes=1,
+        process_index=0,
+        segment_slots=(),
+        save_path="direct",
+        load_path="direct",
+        stored_keys=((),),
+        shares_storage=(True,),
+    )
     scheduler = OffloadScheduler(config, LAYOUT)
-    scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,)))
-    scheduler._storage.tiers[0].adopt(0, (), is_shared=True)
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_slots=(64,), incarnation=1, setup=setup))
     return scheduler
 
 
