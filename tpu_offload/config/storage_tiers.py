@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from tpu_offload.config.choices import StorageAdmission, StorageWriteEvent
 from tpu_offload.config.environment import env_name
+from tpu_offload.config.registered_tiers import STORAGE_TIERS, tier_of_scheme
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.values import one_line
@@ -21,10 +22,9 @@ STORAGE_SIZES = ("num_storage_chunks", "storage_gb")
 _GB = 2**30
 _MAX_CHUNKS = 2**31 - 1
 _PAGE_NBYTES = 4096  # of records (`storage.format`): a header, and the payload in whole pages
-_INDEX_NBYTES = 64  # a chunk, in the directory of a file tier
-# Of a size: what a file tier and its file system need for the start of the directory and to find the segments.
-_SPARE_NBYTES, _SPARE_SHARE = 4 * _PAGE_NBYTES, 2**-16
-_SAME_SCHEME = {"valkeys": "valkey", "redis": "valkey", "rediss": "valkey"}  # with and without TLS, one server
+# What else of a size in GB any tier may take: a little for each record, as for an index, some pages to begin with, and
+# a share for what a file system needs to find the records.
+_INDEX_NBYTES, _SPARE_NBYTES, _SPARE_SHARE = 64, 4 * _PAGE_NBYTES, 2**-16
 
 
 @final
@@ -204,6 +204,7 @@ def _place(options: str) -> tuple[str, ...]:
         parts = urlsplit(options)
     except ValueError:  # the tier has the error
         return (options,)
-    scheme = _SAME_SCHEME.get(parts.scheme, parts.scheme)
+    name = tier_of_scheme(parts.scheme)
+    scheme = name if name and STORAGE_TIERS[name].is_one_server else parts.scheme
     endpoint = dict(parse_qsl(parts.query)).get("endpoint", "")
     return scheme, parts.netloc.lower(), parts.path.strip("/"), endpoint.rstrip("/")

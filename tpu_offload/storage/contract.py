@@ -21,7 +21,8 @@ class StorageSpec:
     Attributes:
       record_nbytes: size of every record; a multiple of `format.PAGE_NBYTES`.
       num_chunks: capacity; the most keys that the scheduler has in the tier at a time, including those being written or
-        deleted. A private tier holds no more, what earlier incarnations left included.
+        deleted. A private tier holds no more, what earlier incarnations left included. Of a size in GB it is what fits
+        if a record takes 64 bytes more, for an index.
       worker_id: the worker; each holds its own shards of the chunks, under the same keys. In a private tier each
         data-parallel rank of a worker counts as one: what is stored is its own.
       fingerprint: of the model and all else that the bytes depend on, 16 bytes in hex. A tier never gives back what was

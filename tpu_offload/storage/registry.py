@@ -1,49 +1,13 @@
 """Finds storage tiers, by a registered name or `module:Class`: to make one, or to look at what one has stored."""
 
 import importlib
-from typing import NamedTuple, final
 
 from tpu_offload.config import ENV_PREFIX
+from tpu_offload.config.registered_tiers import STORAGE_TIERS, tier_of_scheme
 from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.values import one_line
-
-
-@final
-class RegisteredTier(NamedTuple):
-    """A tier that has a name.
-
-    Attributes:
-      path: `module:Class`; imported on use.
-      schemes: of the URLs that its options begin with; none if they begin with a directory.
-      package: the optional package that it needs; the extra in setup.cfg that has it is named as the tier.
-      read_nbytes_per_s: about how fast one process reads, for `tpu-offload plan`; 0 if it says nothing. The figures
-        are those of docs/tiers.md, measured on other machines: a first guess.
-    """
-
-    path: str
-    schemes: tuple[str, ...] = ()
-    package: str = ""
-    read_nbytes_per_s: float = 0.0
-
-
-STORAGE_TIERS: dict[str, RegisteredTier] = {
-    "file": RegisteredTier("tpu_offload.storage.file:FileTier", read_nbytes_per_s=2.5e9),
-    "valkey": RegisteredTier(
-        "tpu_offload.storage.valkey:ValkeyTier",
-        schemes=("valkey", "valkeys", "redis", "rediss"),
-        package="glide_sync",
-        read_nbytes_per_s=2.1e9,
-    ),
-    "object": RegisteredTier(
-        "tpu_offload.storage.object:ObjectTier",
-        schemes=("gs", "s3", "file", "memory"),
-        package="obstore",
-        read_nbytes_per_s=0.4e9,
-    ),
-}
-"""By name."""
 
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
@@ -102,9 +66,8 @@ def tier_of(options: str) -> str:
     scheme, separator, _ = options.partition("://")
     if not separator:
         return "file"
-    for name, tier in STORAGE_TIERS.items():
-        if scheme in tier.schemes:
-            return name
+    if name := tier_of_scheme(scheme):
+        return name
     known = ", ".join(f"{scheme}://" for tier in STORAGE_TIERS.values() for scheme in tier.schemes)
     raise ConfigError(f"{one_line(scheme)}:// is no storage tier; expected a directory, or one of {known}")
 
