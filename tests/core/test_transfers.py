@@ -12,6 +12,7 @@ from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind
 
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
@@ -732,6 +733,26 @@ def test_a_promise_stands_if_the_policy_raises_when_it_is_taken(faulty):
     engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=num_found)
     (load,) = engine.scheduler.plan_step().of(JobKind.LOAD)
     assert load.num_blocks == 4
+
+
+@interpreted_only
+def test_what_is_taken_of_a_promise_stands_if_the_policy_raises_when_the_rest_is_released(faulty):
+    engine = FakeEngine(num_cpu_chunks=8, workers=[FakeWorker(num_host_chunks=8)], policy=faulty[0])
+    engine.serve("first", tokens(16))
+    match(engine, "again", tokens(16))
+    last = engine.scheduler._index.find(engine.scheduler._requests["again"].keys)[3]
+    report(engine, 0, lost_slots=((0, last, last + 1),))
+    faulty[1].add("remove")
+    with pytest.raises(AssertionError, match="faulty"):
+        engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=4)
+    faulty[1].clear()
+    with pytest.raises(RequestError, match="admits 8 loaded tokens; expected 0 to the 4 promised"):
+        engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=8)
+    engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=4)
+    engine.scheduler.release("again")
+    engine.scheduler.finish("again")
+    engine.settle()
+    assert not engine.scheduler._index._states.pins, "nothing is pinned any more"
 
 
 @interpreted_only
