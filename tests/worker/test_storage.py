@@ -29,7 +29,7 @@ from tpu_offload.kernels import SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker
-from tpu_offload.worker.storage import records as storage_records
+from tpu_offload.worker.storage import record_io
 from tpu_offload.worker.storage import stack as storage_stack
 
 SIZE = BLOCKS_PER_CHUNK
@@ -674,7 +674,7 @@ def test_the_tier_is_told_what_it_is_for():
 def test_buffers_are_aligned():
     for alignment in (4096, 2**21):
         for nbytes in (1, 4096, 100_001):
-            buffer = storage_records.aligned(nbytes, alignment)
+            buffer = record_io.aligned(nbytes, alignment)
             assert (len(buffer), buffer.ctypes.data % alignment) == (nbytes, 0)
 
 

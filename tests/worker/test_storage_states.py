@@ -21,8 +21,8 @@ from tpu_offload.piece_keys import part_keys, piece_key
 from tpu_offload.storage import RecordFormat, StorageSpec
 from tpu_offload.storage.format import PAGE_NBYTES
 from tpu_offload.types import CopyJob, CopyPart, HostDivision, JobKind, StepPlan
-from tpu_offload.worker.storage import records as storage_records
-from tpu_offload.worker.storage.records import StorageItem, StorageRecords, record_payload_nbytes
+from tpu_offload.worker.storage import record_io
+from tpu_offload.worker.storage.record_io import StorageItem, StorageRecords, record_payload_nbytes
 from tpu_offload.worker.storage.slots import SlotPool
 
 GB = 2**30
@@ -467,7 +467,7 @@ def test_records_have_room_for_states_that_are_padded(monkeypatch):
     states = SlotPool(memories=[], copiers=[cast(Any, Bytes(301))], num_parts=3)
     assert record_payload_nbytes([chunks]) == 90
     assert record_payload_nbytes([chunks, states]) == 101
-    monkeypatch.setattr(storage_records, "aligned", lambda nbytes, alignment: np.full(nbytes, 0xEE, np.uint8))
+    monkeypatch.setattr(record_io, "aligned", lambda nbytes, alignment: np.full(nbytes, 0xEE, np.uint8))
     record_format = RecordFormat(fingerprint=b"f" * 16, worker_id=0, num_shards=1, payload_nbytes=101)
     nbytes = record_format.record_nbytes
     tier = MemoryTier(StorageSpec(record_nbytes=nbytes, num_chunks=9, worker_id=0, fingerprint="", options=""))

@@ -30,8 +30,8 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.swap.costs import SwapCosts
 from tpu_offload.core.swap.placement import Placement, place_blocks
 from tpu_offload.core.swap.pool import HostBlocks
-from tpu_offload.core.swap.records import SwapJobs, SwappedRequest, SwapState
 from tpu_offload.core.swap.stats import SwapStats
+from tpu_offload.core.swap.swapped_request import SwapJobs, SwappedRequest, SwapState
 from tpu_offload.core.swap.validate import read_computed_blocks, read_granted_blocks, read_prefill, read_present
 from tpu_offload.core.validate import check_request, read_request_ids
 from tpu_offload.errors import RequestError

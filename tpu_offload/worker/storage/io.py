@@ -4,7 +4,7 @@ The thread that dispatches the model never waits for storage. A cascade copies e
 program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
 I/O thread reads into a buffer and verifies the records (`storage.format`); `collect` then dispatches the copy into the
 slot. A slot holds a chunk or a state: its pool knows how it is copied (`worker.storage.slots`), and the I/O threads
-know how its bytes are stored (`worker.storage.records`). I/O threads never access segments. Each tier has its own
+know how its bytes are stored (`worker.storage.record_io`). I/O threads never access segments. Each tier has its own
 threads, buffers and bound, so that one that hangs blocks none of the others (`worker.storage.stack`).
 
 Reads and writes use separate threads, so no read waits behind a write; lookups in a shared tier have one of their own
@@ -28,7 +28,7 @@ from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.host_memory import error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
-from tpu_offload.worker.storage.records import StorageItem, StorageRecords
+from tpu_offload.worker.storage.record_io import StorageItem, StorageRecords
 from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.storage.threads import StorageThreads
 

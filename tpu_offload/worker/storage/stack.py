@@ -29,7 +29,7 @@ from tpu_offload.types import ChunkKey, CopyJob, JobKind, Pool
 from tpu_offload.worker.host_memory import HostMemory, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.io import StorageCopies
-from tpu_offload.worker.storage.records import record_payload_nbytes
+from tpu_offload.worker.storage.record_io import record_payload_nbytes
 from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.validate import storage_job_error
 
