@@ -2,8 +2,9 @@
 
 Each metric is declared once, at its field of `OffloadStats`, or of `TierStats` for each storage tier: what it counts,
 its unit, and whether it is a counter or a gauge. The series here and those of the vLLM adapter, with names and help,
-are generated from that, and so are the dashboard, the alerts and docs/metrics.md (`monitoring/`). The file is
-long because all declarations are in one place.
+are generated from that, and so are the dashboard, the alerts and docs/metrics.md (`monitoring/`).
+
+The file is long because all declarations are in one place.
 
 Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
 steps pay nothing for them.
@@ -52,7 +53,7 @@ class MetricSpec:
     """The declaration of one metric.
 
     Attributes:
-      field: the field of `OffloadStats`.
+      field: the field of `OffloadStats` or `TierStats`.
       family: name in Prometheus, in base units, without prefix and `_total`.
       unit: the counted thing, or the base unit; the family's name ends with it.
       kind: counter or gauge.
@@ -74,7 +75,10 @@ class MetricSpec:
 
 
 def _metric(kind: MetricKind, unit: str, text: str, *, group: MetricGroup = MetricGroup.TIER, family: str = "") -> Any:
-    """A field of `OffloadStats` with its declaration. The family is derived from the field's name unless given."""
+    """A field of `OffloadStats` or `TierStats` with its declaration.
+
+    The family is derived from the field's name unless given.
+    """
     declared = {"kind": kind, "unit": unit, "help": text, "group": group, "family": family}
     return dataclasses.field(default=0.0 if "second" in unit else 0, metadata={_METRIC: declared})
 
@@ -89,7 +93,8 @@ _swap_gauge = functools.partial(_metric, MetricKind.GAUGE, group=MetricGroup.SWA
 class OffloadStats:
     """The running counts, and a snapshot of them. The help of each field describes it.
 
-    `_nbytes` are bytes over all devices, `_s` seconds; all others are counts.
+    `_nbytes` are bytes over all devices, `_s` seconds; all others are counts. What `TierStats` has too is counted
+    there, for each storage tier; only a snapshot has the sums.
 
     **Lookups** (`looked_up_tokens`, `found_tokens`). Each admission of a request counts one lookup: its last `match`
     before `admit`. Earlier matches, made while the request waited for blocks, a save or staging blocks, are not
@@ -343,7 +348,8 @@ class OffloadStats:
 class TierStats:
     """The counts of one storage tier.
 
-    A snapshot of `OffloadStats` has the sums under the same names; its breakers are also those of other copies.
+    `OffloadStats` has the sums under the same names; its `num_open_breakers` also counts those of saves, loads and
+    swaps.
 
     Attributes:
       tier: its place, from 0, the nearest, and its name, such as `1:valkey`.

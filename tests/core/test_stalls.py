@@ -427,7 +427,7 @@ def test_prefix_keys_are_those_of_the_hashes() -> None:
 def test_the_run_of_a_chunk_is_looked_up_and_not_searched_for() -> None:
     table = RunTable()
     keys = [ChunkKey(i.to_bytes(16, "little")) for i in range(5000)]
-    table.add(Run(RunKeys(keys), depth=0, num_resident=5000, use_id=0, origin=0))
+    table.add(Run(RunKeys(keys), depth=0, num_resident=5000, use_id=0))
     assert num_opcodes(lambda: keys[-1] in table) < 100
     assert keys[-1] in table
     assert ChunkKey(b"x") not in table

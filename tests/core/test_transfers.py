@@ -749,7 +749,9 @@ def test_what_is_taken_of_a_promise_stands_if_the_policy_raises_when_the_rest_is
     with pytest.raises(RequestError, match="admits 8 loaded tokens; expected 0 to the 4 promised"):
         engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=8)
     engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=4)
-    engine.scheduler.release("again")
+    plan, _ = engine.step({})
+    (load,) = plan.of(JobKind.LOAD)
+    assert load.num_blocks == 1
     engine.scheduler.finish("again")
     engine.settle()
     assert not engine.scheduler._index._states.pins, "nothing is pinned any more"

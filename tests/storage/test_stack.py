@@ -14,6 +14,7 @@ from tests.test_config import make_layout
 from tpu_offload import KVLayout, MatchState, OffloadConfig, OffloadScheduler, StatsCollector, TierStats, WorkerSetup
 from tpu_offload.core.load_costs import LoadCosts
 from tpu_offload.core.workers import expected_setups
+from tpu_offload.metrics import TIER_METRICS
 from tpu_offload.types import JobKind
 
 A, B, C = (prompt(i) for i in range(1, 4))
@@ -431,7 +432,7 @@ def test_statistics_of_each_tier_reach_prometheus():
     assert (sums.num_stored_chunks, sums.cascaded_chunks, sums.failed_storage_chunks) == (11, 12, 2)
     own = engine.scheduler.tier_stats()
     assert [type(tier) for tier in own] == [TierStats, TierStats]
-    for name in ("num_stored_chunks", "num_open_breakers", "cascaded_chunks", "promoted_chunks"):
+    for name in TIER_METRICS:
         assert sum(getattr(tier, name) for tier in own) == getattr(sums, name)
 
 

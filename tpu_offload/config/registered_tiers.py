@@ -10,17 +10,17 @@ class RegisteredTier(NamedTuple):
     Attributes:
       path: `module:Class`; imported on use.
       schemes: of the URLs that its options begin with; none if they begin with a directory.
-      is_one_server: with any of these schemes a URL is of the same place, as with and without TLS.
       package: the optional package that it needs; the extra in setup.cfg that has it is named as the tier.
       read_nbytes_per_s: about how fast one process reads, for `tpu-offload plan`; 0 if it says nothing. The figures
         are those of docs/tiers.md, measured on other machines: a first guess.
+      is_one_server: URLs that differ only in these schemes name one server, as with and without TLS.
     """
 
     path: str
     schemes: tuple[str, ...] = ()
-    is_one_server: bool = False
     package: str = ""
     read_nbytes_per_s: float = 0.0
+    is_one_server: bool = False
 
 
 STORAGE_TIERS: dict[str, RegisteredTier] = {
@@ -28,9 +28,9 @@ STORAGE_TIERS: dict[str, RegisteredTier] = {
     "valkey": RegisteredTier(
         "tpu_offload.storage.valkey:ValkeyTier",
         schemes=("valkey", "valkeys", "redis", "rediss"),
-        is_one_server=True,
         package="glide_sync",
         read_nbytes_per_s=2.1e9,
+        is_one_server=True,
     ),
     "object": RegisteredTier(
         "tpu_offload.storage.object:ObjectTier",

@@ -46,7 +46,7 @@ class TierContext:
       swap_breakers: of swaps out and of swaps in.
       backoff: chunks whose copies failed.
       costs: measured times of loads and of prefill.
-      counts: the counters that components increment.
+      counts: the counters that components increment; those of storage tiers are in `TierStats`.
       groups: the layer groups, those of full attention first.
       window_chunks: per window group, how many chunks cover its window.
     """

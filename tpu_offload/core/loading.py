@@ -316,7 +316,7 @@ class LoadPlanner:
         held = promise.held
         end_chunk = -(-end_block // self._blocks_per_chunk)
         self._index.touch(request.use, request.keys, end_chunk)  # a policy may raise: then the promise stands
-        promise.num_tokens = num_loaded_tokens  # for the same reason: of the rest nothing is promised from here on
+        promise.num_tokens = num_loaded_tokens  # if this raises, a retry gets no more: the rest is released
         self._completion.release_rest(
             held,
             num_chunks=end_chunk - promise.first_block // self._blocks_per_chunk,

@@ -237,7 +237,7 @@ def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypat
 
 
 @interpreted_only
-def test_so_is_what_follows_it_for_the_first_time(monkeypatch) -> None:
+def test_what_follows_what_waited_long_is_told_from_the_next_step_of_an_agent(monkeypatch) -> None:
     """The three readers of what an agent has done each ask a question of their own, which nobody asks again."""
     prompts, hits = agents(0, 250), []
     for origin in (origin_of, lambda num_uses, _: min(num_uses.bit_length(), 4)):

@@ -15,7 +15,7 @@ NUM_USES = (1.0, 2.0, 4.0)
 
 def make_run(num_chunks: int = 1) -> Run:
     keys = RunKeys([ChunkKey(b"%d" % i) for i in range(num_chunks)])
-    return Run(keys, depth=0, num_resident=num_chunks, use_id=0, origin=0)
+    return Run(keys, depth=0, num_resident=num_chunks, use_id=0)
 
 
 def begin(queues: RunQueues, class_id: int, num_chunks: int = 1) -> Run:

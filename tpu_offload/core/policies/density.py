@@ -4,11 +4,10 @@ Consecutive chunks of a prefix that were used by the same requests are a run: th
 of a run says how often it has been used: a run used twice is used again more often than one used once. Of a run used
 many times the rate of use is known better than by that: its class says how long it waited between uses lately. Among
 runs used once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
-conversation and a question about a popular document differ. Those that waited long for the last use, and what follows
-them for the first time, are told apart while that matters. Runs that begin a prompt are told apart by their length,
-while that matters: a scan of long documents that never return is not like chats. The time to the next use of each class
-is learned from all runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is
-assumed of the traffic.
+conversation and a question about a popular document differ. Runs that waited long for their last use, and runs used
+once that follow them, are told apart while that matters; so are those that begin a prompt, by their length: a scan of
+long documents that never return is not like chats. The time to the next use of each class is learned from all runs,
+including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
 
 The victim is the tail of the run whose class and age have the lowest value (see `runs`).
 
@@ -190,14 +189,13 @@ class DensityPolicy(EvictionPolicy):
         self._num_known += len(keys)
         self._queues.resize_run(run, len(keys))
         if is_length(run.class_id):
-            run.origin = part_of_length(len(run.keys))
-            self._queues.change_class(run, run.origin)
+            self._queues.change_class(run, part_of_length(len(run.keys)))
         return run
 
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
         origin = part_of_length(len(keys)) if before is None else origin_of(before.num_uses, before.class_id)
-        run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
+        run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id)
         if not self._runs.add_new(run, keys):
             return None
         self._num_known += len(keys)
@@ -261,7 +259,6 @@ class DensityPolicy(EvictionPolicy):
             depth=run.depth,
             num_resident=min(num_chunks, run.num_resident),
             use_id=run.use_id,
-            origin=run.origin,
             num_uses=run.num_uses,
             interval=run.interval,
         )
@@ -281,7 +278,6 @@ class DensityPolicy(EvictionPolicy):
             depth=run.depth + num_chunks,
             num_resident=num_resident,
             use_id=run.use_id,
-            origin=run.origin,
             num_uses=run.num_uses,
             interval=run.interval,
         )
@@ -316,7 +312,7 @@ class DensityPolicy(EvictionPolicy):
             other.keys.prepend_all(run.keys)
             other.num_resident += run.num_resident
             other.depth, other.time, other.slice = run.depth, run.time, run.slice
-            other.origin, other.at_end, other.end = run.origin, run.at_end, run.end
+            other.at_end, other.end = run.at_end, run.end
             run = other
         run.num_uses = num_uses
         self._place_and_track(run)

@@ -12,7 +12,8 @@ Classes have parts, which matter only while their rates of use are found to diff
   and more.
 - Those used more often, by whether they waited long for the last use. So what has paused once, and may be used no more,
   is told from what is in use.
-- Runs used once after a run that has been used twice or more, by whether that one waited long for this use.
+- Runs used once after a run that has been used twice or more, by whether that one waited long for its last use. That is
+  this use, but behind HBM mostly the one before it, because chunks are inserted before the use of the others is known.
 """
 
 from typing import Final

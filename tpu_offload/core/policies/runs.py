@@ -33,10 +33,9 @@ class Run:
       num_uses: how often they have been used.
       interval: the time between uses, as the mean of its binary logarithms; the last 16 count most.
       use_id: the last use.
-      origin: its class while it has been used only once.
       at_end: the last chunk was the last one of the prompt that saved it.
       end: that chunk, if it was evicted early because such chunks are rarely used again.
-      class_id: its class, since its lifetime began.
+      class_id: its class, or the part of a class, since its lifetime began.
       time: when that was.
       slice: the time slice of that.
       ticket: queue entries with another ticket are stale.
@@ -56,7 +55,6 @@ class Run:
         "num_resident",
         "num_uses",
         "number",
-        "origin",
         "slice",
         "ticket",
         "time",
@@ -74,7 +72,6 @@ class Run:
         depth: int,
         num_resident: int,
         use_id: int,
-        origin: int,
         num_uses: int = 1,
         interval: float = 0.0,
     ) -> None:
@@ -82,7 +79,6 @@ class Run:
         self.depth = depth
         self.num_resident = num_resident
         self.use_id = use_id
-        self.origin = origin
         self.num_uses = num_uses
         self.interval = interval
         self.at_end = False
