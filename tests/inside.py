@@ -1,44 +1,285 @@
-"""What tests look at inside a worker and a scheduler."""
+"""What tests look at inside a worker, a scheduler and the embedded engine.
 
-from tpu_offload import OffloadScheduler
-from tpu_offload.core.storage.planner import StoragePlanner
-from tpu_offload.engine import Engine
-from tpu_offload.storage import StorageTier
-from tpu_offload.worker import OffloadWorker
-from tpu_offload.worker.page_group_copies import PageGroupCopies
+A private attribute that tests of several modules need is named here only.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpu_offload.core.policies import PriorityPolicy
+
+if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
+    from tpu_offload import OffloadScheduler, OffloadWorker
+    from tpu_offload.core.chunk_table import ChunkTable
+    from tpu_offload.core.context import TierContext
+    from tpu_offload.core.host_pools import HostPools, SegmentMoves
+    from tpu_offload.core.index import ChunkIndex
+    from tpu_offload.core.index.checkpoints import Checkpoint
+    from tpu_offload.core.index.chunk_states import ChunkStates
+    from tpu_offload.core.jobs import JobTable
+    from tpu_offload.core.loading import LoadPlanner
+    from tpu_offload.core.request_table import RequestTable
+    from tpu_offload.core.saving import SavePlanner
+    from tpu_offload.core.storage.lookups import LookupPlanner
+    from tpu_offload.core.storage.planner import StoragePlanner
+    from tpu_offload.core.storage.stack import StorageStackPlanner
+    from tpu_offload.engine import Engine, sequence
+    from tpu_offload.engine.block_manager import BlockManager
+    from tpu_offload.engine.kv_blocks import KVBlocks
+    from tpu_offload.engine.offloading import Offloading
+    from tpu_offload.engine.runner import ModelRunner
+    from tpu_offload.engine.scheduler import Scheduler
+    from tpu_offload.engine.state_rows import StateRows
+    from tpu_offload.storage import StorageTier
+    from tpu_offload.types import ChunkKey, StepReport
+    from tpu_offload.worker.jobs import WorkerJobs
+    from tpu_offload.worker.page_group_copies import PageGroupCopies
+    from tpu_offload.worker.staging import StagingUsage
+    from tpu_offload.worker.storage.io import StorageCopies
+    from tpu_offload.worker.storage.record_io import StorageRecords
+    from tpu_offload.worker.storage.slots import SlotPool
+    from tpu_offload.worker.storage.stack import StorageStack
+    from tpu_offload.worker.tier_copies import TierCopies
+
+# The worker.
 
 
-def tier_groups(worker: OffloadWorker) -> list[PageGroupCopies]:
-    """The host tier's copies, by page group."""
+def host_tier(worker: "OffloadWorker") -> "TierCopies":
+    """The copies to and from the host tier."""
     assert worker._tier is not None
-    return worker._tier._groups
+    return worker._tier
 
 
-def tier_group(worker: OffloadWorker) -> PageGroupCopies:
+def tier_groups(worker: "OffloadWorker") -> "list[PageGroupCopies]":
+    """The host tier's copies, by page group."""
+    return host_tier(worker)._groups
+
+
+def tier_group(worker: "OffloadWorker") -> "PageGroupCopies":
     """The host tier's copies of the one page group."""
     (group,) = tier_groups(worker)
     return group
 
 
-def one_worker(engine: Engine) -> OffloadWorker:
-    """The worker of an engine on one host."""
-    assert engine._offload is not None
-    assert isinstance(engine._offload._worker, OffloadWorker)
-    return engine._offload._worker
+def staging_usage(worker: "OffloadWorker") -> "StagingUsage":
+    """The staging blocks that a worker's copies take."""
+    return host_tier(worker)._staging
 
 
-def storage_tier(engine: Engine) -> StorageTier:
-    """The storage tier of an engine on one host."""
-    storage = one_worker(engine)._storage
-    assert storage is not None
-    return storage.tiers[0]._io.tier
+def set_lockstep(worker: "OffloadWorker", is_lockstep: bool) -> None:
+    """Whether copies of the host tier end as on hosts that share a model."""
+    parts: list[Any] = [host_tier(worker), staging_usage(worker), *tier_groups(worker)]
+    for part in parts:
+        part._lockstep = is_lockstep
 
 
-def storage_planners(scheduler: OffloadScheduler) -> tuple[StoragePlanner, ...]:
+def swap_groups(worker: "OffloadWorker") -> "list[PageGroupCopies]":
+    """The swap pool's copies, by page group."""
+    assert worker._swap is not None
+    return worker._swap._groups
+
+
+def worker_jobs(worker: "OffloadWorker") -> "WorkerJobs":
+    """The jobs that a worker has begun and not reported."""
+    return worker._jobs
+
+
+def last_report(worker: "OffloadWorker") -> "StepReport":
+    """What a worker has reported last, without results: as if nothing had ended since."""
+    return worker._make_report(worker._reported)
+
+
+def worker_storage(worker: "OffloadWorker") -> "StorageStack | None":
+    """A worker's storage tiers; None without any."""
+    return worker._storage
+
+
+def storage_copies(worker: "OffloadWorker", number: int = 0) -> "StorageCopies":
+    """The copies to and from one storage tier, of the first rank; the nearest tier is 0."""
+    stack = worker_storage(worker)
+    assert stack is not None
+    return stack.tiers[number]
+
+
+def storage_calls(copies: "StorageCopies") -> "StorageRecords":
+    """The reads and writes of a storage tier, which its threads make."""
+    return copies._io
+
+
+def worker_storage_tier(worker: "OffloadWorker", number: int = 0) -> "StorageTier":
+    """One of a worker's storage tiers, of the first rank; the nearest is 0."""
+    return storage_calls(storage_copies(worker, number)).tier
+
+
+def slot_pools(worker: "OffloadWorker") -> "Sequence[SlotPool]":
+    """The slots of the host tier that storage tiers read and write, by pool; of a worker with one rank."""
+    stack = worker_storage(worker)
+    assert stack is not None
+    (pools,) = stack._pools.values()
+    return pools
+
+
+# The scheduler.
+
+
+def tier_context(scheduler: "OffloadScheduler") -> "TierContext":
+    """What the parts of a scheduler share."""
+    return scheduler._context
+
+
+def current_namespace(scheduler: "OffloadScheduler") -> bytes:
+    """What the keys of all chunks end with since the last reset."""
+    return tier_context(scheduler).keys.namespace
+
+
+def chunk_index(scheduler: "OffloadScheduler") -> "ChunkIndex":
+    """What is in the host tier."""
+    return tier_context(scheduler).index
+
+
+def slot_of_chunk(scheduler: "OffloadScheduler") -> "ChunkTable[int]":
+    """The slot of each chunk in the host tier, READY or not; the index's own table."""
+    return chunk_index(scheduler)._tree.slot_of
+
+
+def chunk_states(scheduler: "OffloadScheduler") -> "ChunkStates":
+    """Which chunks of the host tier are pinned or not READY."""
+    return chunk_index(scheduler)._states
+
+
+def checkpoint_table(scheduler: "OffloadScheduler") -> "dict[ChunkKey, Checkpoint]":
+    """The checkpoints in the host tier, oldest first; the index's own table."""
+    return chunk_index(scheduler).checkpoints._table
+
+
+def eviction_policy(scheduler: "OffloadScheduler") -> PriorityPolicy:
+    """The eviction policy of the host tier, over those of each priority."""
+    policy = chunk_index(scheduler)._policy
+    assert isinstance(policy, PriorityPolicy)
+    return policy
+
+
+def job_table(scheduler: "OffloadScheduler") -> "JobTable":
+    """The jobs in flight, and those that the coming plan has."""
+    return tier_context(scheduler).jobs
+
+
+def request_table(scheduler: "OffloadScheduler") -> "RequestTable":
+    """What a scheduler knows of each request."""
+    return tier_context(scheduler).requests
+
+
+def load_planner(scheduler: "OffloadScheduler") -> "LoadPlanner":
+    """The part of a scheduler that plans loads."""
+    return scheduler._loads
+
+
+def save_planner(scheduler: "OffloadScheduler") -> "SavePlanner":
+    """The part of a scheduler that plans saves."""
+    return scheduler._saves
+
+
+def host_pools(scheduler: "OffloadScheduler") -> "HostPools":
+    """The sizes of the host tier's pools, as the workers report them."""
+    return scheduler._pools
+
+
+def segment_moves(scheduler: "OffloadScheduler") -> "SegmentMoves | None":
+    """Moves of host memory between the pools of chunks and states; None without states."""
+    return host_pools(scheduler)._moves
+
+
+def storage_stack_planner(scheduler: "OffloadScheduler") -> "StorageStackPlanner":
+    """What a scheduler plans for all storage tiers."""
+    return scheduler._storage
+
+
+def storage_planners(scheduler: "OffloadScheduler") -> "tuple[StoragePlanner, ...]":
     """What a scheduler plans for each storage tier, nearest first."""
-    return tuple(scheduler._storage.tiers)
+    return tuple(storage_stack_planner(scheduler).tiers)
 
 
-def storage_planner(scheduler: OffloadScheduler) -> StoragePlanner:
+def storage_planner(scheduler: "OffloadScheduler") -> "StoragePlanner":
     """What a scheduler plans for the nearest storage tier."""
     return storage_planners(scheduler)[0]
+
+
+def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":
+    """What is asked of a shared storage tier."""
+    return planner._lookups
+
+
+# The engine.
+
+
+def offloading(engine: "Engine") -> "Offloading":
+    """The glue between an engine and the library."""
+    assert engine._offload is not None
+    return engine._offload
+
+
+def offload_scheduler(engine: "Engine") -> "OffloadScheduler":
+    """The library's scheduler in an engine."""
+    return offloading(engine)._scheduler
+
+
+def one_worker(engine: "Engine") -> "OffloadWorker":
+    """The worker of an engine on one host."""
+    from tpu_offload import OffloadWorker  # imports jax
+
+    worker = offloading(engine)._worker
+    assert isinstance(worker, OffloadWorker)
+    return worker
+
+
+def storage_tier(engine: "Engine") -> "StorageTier":
+    """The storage tier of an engine on one host."""
+    return worker_storage_tier(one_worker(engine))
+
+
+def model_runner(engine: "Engine") -> "ModelRunner":
+    """The model and the caches of an engine on one host."""
+    from tpu_offload.engine.runner import ModelRunner  # imports jax
+
+    assert isinstance(engine._runner, ModelRunner)
+    return engine._runner
+
+
+def launch_empty_batch(engine: "Engine") -> None:
+    """Begins the planned copies of an engine, in a step without tokens."""
+    engine._launch([])
+
+
+def engine_scheduler(engine: "Engine") -> "Scheduler":
+    """An engine's own scheduler."""
+    return engine._scheduler
+
+
+def active_sequences(scheduler: "Scheduler") -> "list[sequence.Sequence]":
+    """The sequences that hold blocks, oldest first; the scheduler's own list."""
+    return scheduler._active
+
+
+def waiting_sequences(scheduler: "Scheduler") -> "list[sequence.Sequence]":
+    """The sequences that wait for blocks, oldest first; the scheduler's own list."""
+    return scheduler._waiting
+
+
+def preempt_sequence(scheduler: "Scheduler", preempted: "sequence.Sequence") -> None:
+    """Preempts a sequence, as if there were too few blocks."""
+    scheduler._preempt(preempted)
+
+
+def kv_blocks(scheduler: "Scheduler") -> "KVBlocks":
+    """The blocks of an engine's caches."""
+    return scheduler._blocks
+
+
+def block_manager(blocks: "KVBlocks") -> "BlockManager":
+    """The reference counts and the prefix cache of blocks."""
+    return blocks._manager
+
+
+def state_rows(blocks: "KVBlocks") -> "StateRows | None":
+    """The rows of states beside the blocks; None without any."""
+    return blocks._states

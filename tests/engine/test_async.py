@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
+from tests.inside import active_sequences, engine_scheduler
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
@@ -49,7 +50,7 @@ def test_a_token_is_read_one_step_after_its_dispatch():
     engine.add_request(make_request("a", random_tokens(0, 4), max_tokens=3))
     assert engine.step() == []
     assert [len(output.tokens) for output in engine.step()] == [1]
-    assert len(engine._scheduler._active[0].tokens) == 5
+    assert len(active_sequences(engine_scheduler(engine))[0].tokens) == 5
     assert [len(output.tokens) for _ in range(2) for output in engine.step()] == [2, 3]
     assert not engine.has_unfinished
 
@@ -101,13 +102,13 @@ def test_no_step_is_wasted_on_a_request_that_ends_with_the_token_in_flight():
     engine = Engine(TINY, ASYNC)
     engine.add_request(make_request("a", random_tokens(0, 4), max_tokens=5))
     num_runs = []
-    schedule = engine._scheduler.schedule
+    schedule = engine_scheduler(engine).schedule
 
     def noted():
         num_runs.append(schedule())
         return num_runs[-1]
 
-    engine._scheduler.schedule = noted
+    engine_scheduler(engine).schedule = noted
     while engine.has_unfinished:
         engine.step()
     assert [len(batch) for batch in num_runs] == [1, 1, 1, 1, 1, 0]

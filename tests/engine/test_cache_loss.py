@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.grids import few
+from tests.inside import engine_scheduler, one_worker
 from tpu_offload import JobKind, OffloadConfig
 from tpu_offload.engine import Engine, Seams
 
@@ -175,7 +176,7 @@ def test_nothing_in_hbm_is_reused_after_a_loss():
 
 def test_no_plan_is_carried_out_twice(answers):
     engine = make_engine(1, 2)
-    worker = engine._offload._worker
+    worker = one_worker(engine)
     job_ids: list[int] = []
     begin_step = worker.begin_step
 
@@ -274,7 +275,7 @@ def test_reports_may_stop_coming(settings, asynchronous):
         outputs |= {o.request_id: o for o in engine.step() if o.finished}
         time.sleep(0.005 * silent)  # until the jobs time out
         engine.check_invariants()
-        waits = waits or engine._scheduler.awaits_copies
+        waits = waits or engine_scheduler(engine).awaits_copies
     assert tokens_of(outputs) == expected
     assert waits, "no poll waited for a report"
     assert num_silent > 0

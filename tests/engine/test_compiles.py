@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tests.grids import few
+from tests.inside import offloading
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.types import Direction
@@ -71,7 +72,7 @@ def test_serving_compiles_nothing(compiles, changes):
     engine.warm_up()
     assert compiles, "the listener receives nothing"
     fused = dict.fromkeys(Direction, 0)
-    fused_step = engine._offload.fused_step
+    fused_step = offloading(engine).fused_step
 
     def counted():
         step = fused_step()
@@ -80,7 +81,7 @@ def test_serving_compiles_nothing(compiles, changes):
             fused[Direction.LOAD] += step.inputs.num_loads
         return step
 
-    engine._offload.fused_step = counted
+    offloading(engine).fused_step = counted
     compiles.clear()
     num_host_tokens = random_life(engine, np.random.default_rng(3), num_requests=60)
     assert compiles == []

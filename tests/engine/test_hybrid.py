@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
+from tests.inside import engine_scheduler, kv_blocks
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
@@ -136,5 +137,5 @@ def test_few_blocks_change_no_token(plain, seed, swaps, asynchronous):
         assert stats is not None
         assert stats.num_swapped_in > 0
         assert stats.num_lost_swaps == 0
-    assert engine._scheduler._blocks.num_free == 55
+    assert kv_blocks(engine_scheduler(engine)).num_free == 55
     engine.close()

@@ -21,6 +21,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_save_modes import results
 from tests.grids import few, few_setups
+from tests.inside import offload_scheduler, one_worker, tier_context
 from tpu_offload import ConfigError, JobKind, OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.engine.offloading import Seams
@@ -83,17 +84,17 @@ def test_tokens_are_the_same(model, plain, config, max_tokens, changes):
 @pytest.mark.parametrize("group_id", few(range(3), 1))
 def test_wrong_bytes_of_any_group_would_be_noticed(model, plain, group_id):
     engine = Engine(model, TIGHT, offload=make_offload())
-    begin_step = engine._offload._worker.begin_step
+    begin_step = one_worker(engine).begin_step
 
     def damaging(plan, kv_caches, **kwargs):
         parts = [part for job in plan.of(JobKind.LOAD) for part in job.parts if part.group_id == group_id]
         block_ids = jnp.asarray([b for part in parts for b in part.block_ids], int)
         kv_caches = begin_step(plan, kv_caches, **kwargs)
-        for i in engine._offload._layout.groups[group_id].layer_ids:
+        for i in tier_context(offload_scheduler(engine)).layout.groups[group_id].layer_ids:
             kv_caches[i] = kv_caches[i].at[block_ids].set(1.0)
         return kv_caches
 
-    engine._offload._worker.begin_step = damaging
+    one_worker(engine).begin_step = damaging
     assert results(serve_rounds(engine, rounds())) != plain[6]
     engine.close()
 

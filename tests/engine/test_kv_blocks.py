@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, make_request, random_tokens
 from tests.engine.test_scheduler import add, make_scheduler, step, step_until
+from tests.inside import active_sequences, block_manager, kv_blocks, preempt_sequence, state_rows
 from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.kv_blocks import KVBlocks, num_skipped_blocks
@@ -76,7 +77,7 @@ def test_a_window_leaves_null_blocks_behind_as_its_sequence_runs():
             assert len(table) <= -(-(run.start + 8) // 4)
         scheduler.complete(batch, [(0, 0.0)], now_s=1.0)
         scheduler.check_invariants()
-    assert scheduler._blocks.num_free == 64 - 13 - 2 * 4
+    assert kv_blocks(scheduler).num_free == 64 - 13 - 2 * 4
 
 
 def serve_alone(scheduler, name, prompt, *, max_tokens=1):
@@ -116,7 +117,7 @@ def test_of_a_window_only_what_a_hit_can_use_is_cached():
     """A prefix that ends elsewhere is no hit, however much of it is cached with full attention."""
     scheduler = hybrid(10)
     serve_alone(scheduler, "first", TOKENS[:30], max_tokens=26)
-    manager = scheduler._blocks._manager
+    manager = block_manager(kv_blocks(scheduler))
     assert len(manager._block_of[1]) == 3 + 3
     assert len(manager._block_of[0]) == 55 // 4
     assert serve_alone(scheduler, "short", [*TOKENS[:24], 7, 7]).prompt_tokens.hbm == 0
@@ -126,7 +127,7 @@ def test_a_preempted_request_finds_what_it_had_computed():
     scheduler = hybrid(10, 10, num_blocks=200)
     sequence = add(scheduler, "a", 30, max_tokens=40)
     step_until(scheduler, lambda: len(sequence.tokens) == 50)
-    scheduler._preempt(sequence)
+    preempt_sequence(scheduler, sequence)
     scheduler.check_invariants()
     assert step(scheduler) == {"a": 2}  # 49 tokens were computed
     assert sequence.prompt_tokens.hbm == 30
@@ -137,10 +138,12 @@ def test_evicting_one_block_of_a_window_shortens_the_hit():
     serve_alone(scheduler, "first", TOKENS[:30], max_tokens=12)
     hashes: list[BlockHash] = []
     BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, list(TOKENS[:30]))
-    blocks = scheduler._blocks
+    blocks = kv_blocks(scheduler)
     assert [list(found) for found in blocks.find_prefix(hashes)] == [list(range(7)), [4, 5, 6], [4, 5, 6]]
-    block_id = blocks._manager.get(2, hashes[5])
-    del blocks._manager._block_of[2][hashes[5]], blocks._manager._key_of[block_id]
+    manager = block_manager(blocks)
+    block_id = manager.get(2, hashes[5])
+    assert block_id is not None
+    del manager._block_of[2][hashes[5]], manager._key_of[block_id]
     assert blocks.find_prefix(hashes) == [{}, {}, {}]
 
 
@@ -152,9 +155,9 @@ def test_a_hit_is_the_longest_that_all_groups_have(seed):
     blocks = KVBlocks(num_blocks=200, block_size=BLOCK_SIZE, windows=windows, max_step_tokens=8)
     hashes = [BlockHash(bytes([i])) for i in range(30)]
     for group_id, block_hash in itertools.product(range(4), hashes[: rng.randint(15, 30)]):
-        (block_id,) = blocks._manager.allocate(1)
+        (block_id,) = block_manager(blocks).allocate(1)
         if rng.random() < 0.8 or not group_id:
-            blocks._manager.register(block_id, block_hash, group_id=group_id)
+            block_manager(blocks).register(block_id, block_hash, group_id=group_id)
     found = blocks.find_prefix(hashes)
     assert [list(by_position) for by_position in found] == naive_prefix(blocks, windows, hashes)
 
@@ -173,7 +176,7 @@ def test_the_invariants_can_fail(harm):
     scheduler = hybrid(10, 10, max_num_batched_tokens=8)
     first, second = add(scheduler, "a", 40, max_tokens=30), add(scheduler, "b", 40, max_tokens=30)
     step_until(scheduler, lambda: len(second.tokens) == 45)
-    manager, table = scheduler._blocks._manager, first.block_tables[1]
+    manager, table = block_manager(kv_blocks(scheduler)), first.block_tables[1]
     if harm == "owned twice":
         first.block_tables[2][-1] = table[-1]
     elif harm == "hole":
@@ -246,10 +249,10 @@ class Contents:
 
 def naive_prefix(blocks, windows, hashes):
     """The definition of a hit, longest first."""
-    states = blocks._states
+    states, manager = state_rows(blocks), block_manager(blocks)
     for n in range(len(hashes), 0, -1):
         ranges = [range(seen_from(n * BLOCK_SIZE, window) // BLOCK_SIZE, n) for window in windows]
-        found = all(blocks._manager.get(g, hashes[i]) is not None for g, needed in enumerate(ranges) for i in needed)
+        found = all(manager.get(g, hashes[i]) is not None for g, needed in enumerate(ranges) for i in needed)
         if found and (not states or states.get(hashes[n - 1]) is not None):
             return [*map(list, ranges), *([[n - 1]] if states else [])]
     return [[] for _ in range(len(windows) + bool(states))]
@@ -276,14 +279,14 @@ class RandomLife:
         self.reachable = set()  # hashes of blocks that a hit may need of a window
         self.texts = [random_tokens(i, 40) for i in range(3)]
         self.counts = {"hit": 0, "forked": 0}
-        release = self.scheduler._blocks.release
+        release = kv_blocks(self.scheduler).release
 
         def recorded(sequence, *, num_valid_tokens):
             if num_valid_tokens:
                 self.add_reachable(sequence.block_hashes, num_valid_tokens // BLOCK_SIZE)
             release(sequence, num_valid_tokens=num_valid_tokens)
 
-        self.scheduler._blocks.release = recorded
+        kv_blocks(self.scheduler).release = recorded
 
     def add_reachable(self, hashes, end):
         for group_id, window in enumerate(self.windows):
@@ -302,8 +305,8 @@ class RandomLife:
 
     def step(self):
         scheduler, rng = self.scheduler, self.rng
-        if rng.random() < 0.03 and scheduler._active:
-            scheduler._preempt(rng.choice(scheduler._active))
+        if rng.random() < 0.03 and active_sequences(scheduler):
+            preempt_sequence(scheduler, rng.choice(active_sequences(scheduler)))
         if rng.random() < 0.01:
             scheduler.invalidate_prefixes()
             self.reachable.clear()
@@ -324,10 +327,11 @@ class RandomLife:
         self.check_cache()
 
     def check_cache(self):
-        blocks = self.scheduler._blocks
+        blocks = kv_blocks(self.scheduler)
+        states, manager = state_rows(blocks), block_manager(blocks)
         for group_id, window in enumerate(self.windows):
             if window:
-                cached = {(group_id, block_hash) for block_hash in blocks._manager._block_of[group_id]}
+                cached = {(group_id, block_hash) for block_hash in manager._block_of[group_id]}
                 assert cached <= self.reachable, "no hit needs what is cached of a window"
         hashes: list[BlockHash] = []
         BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, list(self.rng.choice(self.texts)))
@@ -336,9 +340,10 @@ class RandomLife:
         for group_id, by_position in enumerate(found):
             for i, block_id in by_position.items():
                 if group_id == len(self.windows):
-                    assert blocks._states.get(hashes[i]) == block_id
+                    assert states is not None
+                    assert states.get(hashes[i]) == block_id
                 else:
-                    assert blocks._manager.key_of(block_id) == (group_id, hashes[i])
+                    assert manager.key_of(block_id) == (group_id, hashes[i])
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -348,14 +353,14 @@ def test_random_lives_read_what_they_wrote(seed):
         if number < 250 and life.rng.random() < 0.15:
             life.add_request(number)
         life.step()
-        if number > 250 and not life.scheduler._sequences:
+        if number > 250 and not life.scheduler.num_waiting + life.scheduler.num_active:
             break
     else:
         raise AssertionError("no progress")
-    blocks = life.scheduler._blocks
+    blocks = kv_blocks(life.scheduler)
     assert blocks.num_free == blocks.total
-    if blocks._states:
-        assert blocks._states.num_free == blocks._states.total
+    if rows := state_rows(blocks):
+        assert rows.num_free == rows.total
         COUNTS["state hit"] += life.counts["hit"]
         COUNTS["resumed"] += life.contents.num_resumed
     COUNTS["hit"] += life.counts["hit"] * (len(life.windows) > 1)
@@ -379,4 +384,4 @@ def test_those_lives_were_eventful():
 
 
 def test_schedulers_without_windows_have_one_group():
-    assert make_scheduler()._blocks.find_prefix([]) == [{}]
+    assert kv_blocks(make_scheduler()).find_prefix([]) == [{}]

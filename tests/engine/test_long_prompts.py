@@ -6,6 +6,7 @@ import functools
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY
+from tests.inside import one_worker
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, Request, SamplingParams
 
@@ -40,7 +41,7 @@ def test_it_is_loaded_whole(changes) -> None:
     settings = {"num_cpu_chunks": 256, "num_staging_blocks": 4, "host_segment_gb": 0.001}
     engine = Engine(TINY, HBM, offload=OffloadConfig.create(**(settings | changes)))
     engine.wait_for_host_memory()
-    worker = engine._offload._worker  # wait for each step's copies, so that the machine's speed does not matter
+    worker = one_worker(engine)  # wait for each step's copies, so that the machine's speed does not matter
     worker.poll = functools.partial(lambda poll, **_: poll(wait=True), worker.poll)
     expected = serve(plain, "a", LONG)
     first = serve(engine, "a", LONG)

@@ -20,7 +20,7 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tests.grids import few
-from tests.inside import one_worker, tier_group
+from tests.inside import offload_scheduler, one_worker, tier_group
 from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction, JobKind
@@ -118,14 +118,14 @@ def test_wrong_bytes_would_be_noticed(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, _ = rounds()
     serve(engine, first)
-    begin_step = engine._offload._worker.begin_step
+    begin_step = one_worker(engine).begin_step
 
     def damaging(plan, kv_caches, **kwargs):
         kv_caches = begin_step(plan, kv_caches, **kwargs)
         block_ids = jnp.asarray([b for job in plan.of(JobKind.LOAD) for b in job.block_ids], int)
         return [cache.at[block_ids].set(1.0) for cache in kv_caches]
 
-    engine._offload._worker.begin_step = damaging
+    one_worker(engine).begin_step = damaging
     outputs = serve(engine, second)
     changed = [name for name, output in outputs.items() if output.tokens != plain_outputs[name].tokens]
     assert len(changed) >= len(outputs) // 2
@@ -206,13 +206,14 @@ def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
     config = dataclasses.replace(SMALL_ENGINE, num_blocks=40, max_num_batched_tokens=6)
     engine = Engine(TINY, config, offload=make_offload(decode_save=decode_save))
     offered = []
-    plan_step = engine._offload._scheduler.plan_step
+    scheduler: Any = offload_scheduler(engine)
+    plan_step = scheduler.plan_step
 
     def spy(changed):
         offered.append([request.num_computed_tokens for request in changed])
         return plan_step(changed)
 
-    engine._offload._scheduler.plan_step = spy
+    scheduler.plan_step = spy
     serve(engine, [make_request("a", random_tokens(1, 15), max_tokens=12)])
     # The prompt in steps of 6 tokens, then one by one: 6, 12, 15, 16, 17, ... with blocks of 4.
     prompt, generated = [[6], [12], []], [[16], [], [], [], [20], [], [], [], [24], [], []]
@@ -290,7 +291,7 @@ def test_closing_an_engine_with_copies_in_flight_does_not_affect_the_next_one():
         engine.add_request(make_request("a", random_tokens(1, 60)))
         for _ in range(num_steps):
             engine.step()
-        engine._offload._scheduler.apply = lambda report: Update()
+        offload_scheduler(engine).apply = lambda report: Update()
         engine.step()
         assert engine.offload_stats().num_jobs_in_flight > 0
         engine.close()  # with copies in flight

@@ -9,6 +9,17 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tests.engine.test_cache_loss import check_at_rest, make_engine
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
 from tests.engine.test_swap import FakeSwap
+from tests.inside import (
+    active_sequences,
+    block_manager,
+    engine_scheduler,
+    kv_blocks,
+    launch_empty_batch,
+    offload_scheduler,
+    preempt_sequence,
+    tier_context,
+    waiting_sequences,
+)
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, Seams
 from tpu_offload.engine.request import PromptTokens
@@ -152,7 +163,7 @@ def test_a_load_in_flight(asynchronous):
         silent = True
         engine.step()
         silent = False
-        (loading,) = engine._scheduler._active
+        (loading,) = active_sequences(engine_scheduler(engine))
         assert (loading.phase, loading.num_computed_tokens) == (Phase.LOADING, num_hbm)
         engine.reset_cache()
         output = finish(engine, "loads")["loads"]
@@ -175,18 +186,18 @@ def test_a_swapped_request(when, asynchronous):
     engine.add_request(request)
     for _ in range(6):
         engine.step()
-    scheduler = engine._scheduler
-    (old,) = scheduler._active
+    scheduler = engine_scheduler(engine)
+    (old,) = active_sequences(scheduler)
     if when == "out after":
         engine.reset_cache()
         engine.step()
-    scheduler._preempt(old)
+    preempt_sequence(scheduler, old)
     assert old.phase is Phase.SWAPPED
-    engine._launch([])
+    launch_empty_batch(engine)
     if when == "being swapped in":
-        scheduler._waiting.remove(old)
+        waiting_sequences(scheduler).remove(old)
         assert scheduler._swap_in(old)
-        scheduler._active.append(old)
+        active_sequences(scheduler).append(old)
     if when != "out after":
         engine.reset_cache()
     # Before any of it is recomputed.
@@ -217,14 +228,14 @@ def test_requests_swapped_out_after_a_reset_are_not_found_by_hash():
         if name == "old":
             engine.reset_cache()
     before = engine.offload_stats().swap_skipped_blocks
-    old, new = engine._scheduler._active
+    old, new = active_sequences(engine_scheduler(engine))
     assert (old.is_stale, new.is_stale) == (True, False)
-    engine._scheduler._preempt(old)
-    engine._scheduler._preempt(new)
+    preempt_sequence(engine_scheduler(engine), old)
+    preempt_sequence(engine_scheduler(engine), new)
     stats = engine.offload_stats()
     assert stats.num_swapped_out == 2
     assert stats.swap_skipped_blocks - before <= 6, "only what the host tier has of the second one"
-    pool = engine._offload._scheduler.swap._pool
+    pool = tier_context(offload_scheduler(engine)).swap_pool
     assert pool.find(old.block_hashes[:6]) == [None] * 6
     outputs = finish(engine, "old", "new")
     assert outputs["old"].tokens == outputs["new"].tokens
@@ -239,7 +250,7 @@ def test_one_that_is_swapped_in_does_not_share_blocks_computed_since():
     scheduler.invalidate_prefixes()
     new = add(scheduler, "new", 24, seed=1)
     step_until(scheduler, lambda: new.output_tokens)
-    scheduler._preempt(old)
+    preempt_sequence(scheduler, old)
     offload.can.add("old")
     step_until(scheduler, lambda: old.phase is Phase.RETURNING)
     assert offload.events[-1] == ("swap_in", "old", {})
@@ -257,11 +268,11 @@ def test_a_sample_that_was_computed_again_shares_with_none_that_was_not():
     step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
     assert fork.block_tables[0][:5] == leader.block_tables[0][:5]
     scheduler.invalidate_prefixes()
-    scheduler._preempt(fork)
+    preempt_sequence(scheduler, fork)
     step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
     assert (leader.is_stale, fork.is_stale) == (True, False)
     offload.swaps = True
-    scheduler._preempt(fork)
+    preempt_sequence(scheduler, fork)
     offload.can.add("a#1")
     step_until(scheduler, lambda: fork.phase is Phase.RETURNING)
     assert offload.events[-1] == ("swap_in", "a#1", {})
@@ -273,13 +284,13 @@ def test_one_swapped_out_before_and_swapped_in_after_is_not_shared():
     scheduler = make_scheduler(offload=offload)
     old = add(scheduler, "old", 24)
     step(scheduler)
-    scheduler._preempt(old)
+    preempt_sequence(scheduler, old)
     scheduler.invalidate_prefixes()
     offload.can.add("old")
     step_until(scheduler, lambda: old.phase is Phase.RETURNING)
     scheduler.end_swap_in("old")
     step(scheduler)
-    assert scheduler._blocks.find_prefix(old.block_hashes) == [{}]
+    assert kv_blocks(scheduler).find_prefix(old.block_hashes) == [{}]
 
 
 def test_one_that_is_computed_again_shares_again():
@@ -288,7 +299,7 @@ def test_one_that_is_computed_again_shares_again():
     step(scheduler)
     scheduler.invalidate_prefixes()
     was_stale = old.is_stale
-    scheduler._preempt(old)
+    preempt_sequence(scheduler, old)
     assert was_stale
     assert not old.is_stale
     for _ in range(2):
@@ -308,7 +319,7 @@ def test_a_load_that_succeeds_despite_the_reset_is_not_shared():
     scheduler.end_load("old")
     step(scheduler)
     assert old.is_stale
-    assert scheduler._blocks.find_prefix(old.block_hashes) == [{}]
+    assert kv_blocks(scheduler).find_prefix(old.block_hashes) == [{}]
 
 
 def test_the_invariant_can_fail():
@@ -316,6 +327,6 @@ def test_the_invariant_can_fail():
     old = add(scheduler, "old", 24)
     step(scheduler)
     scheduler.invalidate_prefixes()
-    scheduler._blocks._manager.register(old.block_tables[0][0], old.block_hashes[0])
+    block_manager(kv_blocks(scheduler)).register(old.block_tables[0][0], old.block_hashes[0])
     with pytest.raises(AssertionError, match="KV from before a reset is in the prefix cache"):
         scheduler.check_invariants()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens, serve
 from tests.engine.test_scheduler import make_scheduler, step
+from tests.inside import active_sequences, engine_scheduler, kv_blocks, launch_empty_batch, preempt_sequence
 from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason, SamplingParams
 from tpu_offload.engine.sequence import Phase, Sequence
@@ -63,10 +64,10 @@ def test_the_prompt_is_computed_and_held_once(model, caching):
     engine = Engine(model, dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching))
     engine.add_request(make_request("a", PROMPT, max_tokens=20, n=3))
     engine.step()
-    scheduler = engine._scheduler
-    (leader,) = scheduler._active
+    scheduler = engine_scheduler(engine)
+    (leader,) = active_sequences(scheduler)
     engine.step()
-    first, second, third = scheduler._active
+    first, second, third = active_sequences(scheduler)
     assert first is leader
     for fork in (second, third):
         assert fork.block_tables[0][:5] == leader.block_tables[0][:5]
@@ -79,7 +80,7 @@ def test_the_prompt_is_computed_and_held_once(model, caching):
             assert own[5] != others[5]
     # blocks 2 to 4 of each, which are shared, and the last ones
     windows = 0 if model is TINY else 2 * (3 + 3)
-    assert scheduler._blocks.num_free == 64 - 5 - 3 - windows
+    assert kv_blocks(scheduler).num_free == 64 - 5 - 3 - windows
 
 
 def test_forks_that_do_not_fit_wait():
@@ -114,7 +115,7 @@ def test_a_fork_does_not_share_what_its_leader_is_computing_again():
     scheduler.add(leader, fork)
     while not leader.output_tokens:
         step(scheduler)
-    scheduler._preempt(leader)
+    preempt_sequence(scheduler, leader)
     for _ in range(2):
         step(scheduler)
     assert leader.phase is Phase.RUNNING
@@ -150,18 +151,18 @@ def test_samples_that_were_away_share_their_prompt_again(model, caching):
     engine.add_request(request)
     for _ in range(6):
         engine.step()
-    scheduler = engine._scheduler
-    assert len(scheduler._active) == 3
-    for sequence in list(scheduler._active):
-        scheduler._preempt(sequence)
-    engine._launch([])
-    scheduler._blocks.invalidate()  # as if others had overwritten everything
+    scheduler = engine_scheduler(engine)
+    assert len(active_sequences(scheduler)) == 3
+    for sequence in list(active_sequences(scheduler)):
+        preempt_sequence(scheduler, sequence)
+    launch_empty_batch(engine)
+    kv_blocks(scheduler).invalidate()  # as if others had overwritten everything
     outputs: dict[Any, Any] = {}
     shared = 0
     while engine.has_unfinished:
         outputs |= {o.index: o for o in engine.step() if o.finished}
         engine.check_invariants()
-        tables = [s.block_tables[0][:10] for s in scheduler._active if s.phase is Phase.RUNNING]
+        tables = [s.block_tables[0][:10] for s in active_sequences(scheduler) if s.phase is Phase.RUNNING]
         shared = max(shared, len(tables) if len(tables) > 1 and all(table == tables[0] for table in tables) else 0)
     assert shared == 3
     assert [outputs[i].tokens for i in range(3)] == [tokens for tokens, _ in alone(model, request)]

@@ -19,6 +19,7 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tests.grids import few, few_setups
+from tests.inside import one_worker
 from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
@@ -99,7 +100,7 @@ def test_tokens_are_the_same(plain, config, max_tokens, save_on, changes):
 
 def damage(engine, direction):
     """Corrupts blocks from now on: those of early saves before they are read, or those of loads after."""
-    begin_step = engine._offload._worker.begin_step
+    begin_step = one_worker(engine).begin_step
 
     def damaging(plan, kv_caches, **kwargs):
         jobs = plan.of(JobKind.EARLY_SAVE) if direction == "early" else plan.of(JobKind.LOAD)
@@ -109,7 +110,7 @@ def damage(engine, direction):
             return begin_step(plan, kv_caches, **kwargs)
         return [cache.at[block_ids].set(1.0) for cache in begin_step(plan, kv_caches, **kwargs)]
 
-    engine._offload._worker.begin_step = damaging
+    one_worker(engine).begin_step = damaging
 
 
 @pytest.mark.parametrize("direction", ["early", "load"])

@@ -9,6 +9,7 @@ import pytest
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, make_request, random_tokens, serve
 from tests.engine.test_hybrid import NUM_TURNS, converse, first_turns, results
+from tests.inside import engine_scheduler, kv_blocks, state_rows
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
@@ -80,10 +81,11 @@ def test_few_blocks_and_rows_change_no_token(plain, seed, swaps, asynchronous):
         assert stats is not None
         assert stats.num_swapped_in > 0
         assert stats.num_lost_swaps == 0
-    blocks = engine._scheduler._blocks
+    blocks = kv_blocks(engine_scheduler(engine))
     assert blocks.num_free == 45
-    assert blocks._states is not None
-    assert blocks._states.num_free == 8
+    states = state_rows(blocks)
+    assert states is not None
+    assert states.num_free == 8
     engine.close()
 
 

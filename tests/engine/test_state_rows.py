@@ -5,13 +5,14 @@ import pytest
 from tests.engine.helpers import make_request, random_tokens
 from tests.engine.test_kv_blocks import TOKENS, hybrid, serve_alone
 from tests.engine.test_scheduler import add, step, step_until
+from tests.inside import kv_blocks, preempt_sequence, state_rows
 from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.sequence import Phase, Sequence
 
 
 def states_of(scheduler):
-    return scheduler._blocks._states
+    return state_rows(kv_blocks(scheduler))
 
 
 def steps_of(scheduler, sequence, *, num_tokens):
@@ -100,7 +101,7 @@ def test_a_preempted_request_finds_what_it_had_computed():
     scheduler = hybrid(has_states=True)
     sequence = add(scheduler, "a", 30, max_tokens=40)
     step_until(scheduler, lambda: len(sequence.tokens) == 50)
-    scheduler._preempt(sequence)
+    preempt_sequence(scheduler, sequence)
     scheduler.check_invariants()
     assert states_of(scheduler).num_free == states_of(scheduler).total
     assert step(scheduler) == {"a": 2}  # 49 tokens were computed
@@ -112,7 +113,7 @@ def test_a_request_that_is_computed_again_stops_at_both_boundaries():
     scheduler = hybrid(has_states=True)
     sequence = add(scheduler, "a", 10, max_tokens=40)
     step_until(scheduler, lambda: len(sequence.tokens) == 23)
-    scheduler._preempt(sequence)
+    preempt_sequence(scheduler, sequence)
     scheduler.invalidate_prefixes()
     steps = steps_of(scheduler, sequence, num_tokens=23)
     assert [step[:2] for step in steps] == [(0, 8), (8, 20), (20, 23)]
@@ -132,7 +133,7 @@ def test_what_was_computed_before_a_reset_is_not_cached():
 def test_a_load_that_ends_early_leaves_no_state_to_continue_from():
     scheduler = hybrid(has_states=True)
     sequence = Sequence(make_request("a", TOKENS[:30]), 0.0, list(TOKENS[:30]))
-    blocks = scheduler._blocks
+    blocks = kv_blocks(scheduler)
     assert blocks.grant(sequence, 30, start=20)
     assert [blocks.can_continue(sequence, n) for n in (0, 16, 20)] == [False, False, True]
 

@@ -20,6 +20,7 @@ from tests.engine.test_hybrid_tier import TIGHT, make_offload
 from tests.engine.test_reset import ask, computed, finish, push_out
 from tests.engine.test_save_modes import results
 from tests.grids import few
+from tests.inside import offload_scheduler, one_worker, tier_context
 from tpu_offload import JobKind
 from tpu_offload.engine import Engine
 
@@ -97,18 +98,18 @@ def test_where_prompts_part_the_host_tier_has_a_state_for_the_third():
 def test_another_row_would_be_noticed(plain):
     """Loads whose state lands one row beside the one asked for."""
     engine = make_engine(TIGHT)
-    begin_step = engine._offload._worker.begin_step
+    begin_step = one_worker(engine).begin_step
 
     def misplacing(plan, kv_caches, **kwargs):
         rows = [part.block_ids[0] for job in plan.of(JobKind.LOAD) for part in job.parts if part.group_id == 2]
         before = [np.asarray(cache) for cache in kv_caches]
         kv_caches = begin_step(plan, kv_caches, **kwargs)
-        for i in engine._offload._layout.groups[2].layer_ids:
+        for i in tier_context(offload_scheduler(engine)).layout.groups[2].layer_ids:
             for row in rows:
                 kv_caches[i] = kv_caches[i].at[row].set(before[i][row])
         return kv_caches
 
-    engine._offload._worker.begin_step = misplacing
+    one_worker(engine).begin_step = misplacing
     outputs = serve_rounds(engine, rounds())
     assert num_loaded(outputs) > 0
     assert results(outputs) != plain

@@ -7,6 +7,16 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
+from tests.inside import (
+    engine_scheduler,
+    kv_blocks,
+    offload_scheduler,
+    offloading,
+    one_worker,
+    preempt_sequence,
+    swap_groups,
+    waiting_sequences,
+)
 from tpu_offload import OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.engine.sequence import Phase, Sequence
@@ -115,7 +125,7 @@ def test_a_victim_being_swapped_in_is_swapped_out_again():
     scheduler.finish("old")
     step(scheduler)
     assert new.phase is Phase.RETURNING
-    scheduler._preempt(new)
+    preempt_sequence(scheduler, new)
     assert (new.phase, new.block_tables) == (Phase.SWAPPED, [])
     assert (new.num_preemptions, new.num_swaps) == (2, 1)
     scheduler.check_invariants()
@@ -174,7 +184,7 @@ def test_blocks_recomputed_by_others_are_shared():
     twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
     scheduler.add(twin)
     twin.arrival = 0  # moves ahead in the queue, which it normally cannot
-    scheduler._waiting.reverse()
+    waiting_sequences(scheduler).reverse()
     step(scheduler)
     offload.can.add("new")
     step(scheduler)
@@ -190,17 +200,17 @@ def test_a_prefix_computed_during_the_swap_in_is_deduplicated():
     scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
     scheduler.finish("old")
     offload.can.add("new")
-    scheduler._blocks.invalidate()  # as if all of it had been evicted from HBM
+    kv_blocks(scheduler).invalidate()  # as if all of it had been evicted from HBM
     step(scheduler)
     prompt = new.request.prompt_tokens
     twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
     scheduler.add(twin)
     step(scheduler)
     assert not set(new.block_tables[0]) & set(twin.block_tables[0])
-    num_free = scheduler._blocks.num_free
+    num_free = kv_blocks(scheduler).num_free
     scheduler.end_swap_in("new")
     assert new.block_tables[0][:3] == twin.block_tables[0][:3]
-    assert scheduler._blocks.num_free == num_free + 3
+    assert kv_blocks(scheduler).num_free == num_free + 3
     scheduler.check_invariants()
 
 
@@ -229,7 +239,7 @@ def engine_with_one_out(**settings):
         engine.add_request(request)
     for _ in range(100):
         engine.step()
-        swapped = [s for s in engine._scheduler._waiting if s.phase is Phase.SWAPPED]
+        swapped = [s for s in waiting_sequences(engine_scheduler(engine)) if s.phase is Phase.SWAPPED]
         if swapped:
             return engine, swapped[0]
     raise AssertionError("no request was swapped out")
@@ -247,10 +257,10 @@ def finish(engine, outputs=()):
     for _ in range(100):  # copies may be slow on a busy machine
         if not engine.offload_stats().num_jobs_in_flight:
             break
-        engine._offload.poll(wait=True)
+        offloading(engine).poll(wait=True)
     stats = engine.offload_stats()
     assert (stats.swap_held_blocks, stats.num_jobs_in_flight, stats.num_swapped_requests) == (0, 0, 0)
-    assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
+    assert kv_blocks(engine_scheduler(engine)).num_free == kv_blocks(engine_scheduler(engine)).total
     return outputs
 
 
@@ -288,10 +298,10 @@ def test_cancelling_the_others_lets_the_swapped_request_continue(answers):
 def test_closing_the_engine_with_copies_in_flight():
     """Closing waits for copies in flight; nothing is served or reported after it."""
     engine, _ = engine_with_one_out()
-    worker = engine._offload._worker
+    worker = one_worker(engine)
     engine.close()
     assert not worker.has_flights
-    assert not any(group.memory.arena._segments for group in worker._swap._groups)
+    assert not any(group.memory.arena._segments for group in swap_groups(worker))
     other, _ = engine_with_one_out()  # a second engine in this process
     finish(other)
 
@@ -299,9 +309,7 @@ def test_closing_the_engine_with_copies_in_flight():
 def test_lost_reports_delay_no_other_request():
     """All but the swapped-out request are cancelled; a new one is served before the copy times out."""
     engine, victim = engine_with_one_out()
-    engine._offload._worker.poll = lambda *, wait=False, wait_s=1.0: StepReport(
-        worker_id=0, results=(), num_host_slots=(0,)
-    )
+    one_worker(engine).poll = lambda *, wait=False, wait_s=1.0: StepReport(worker_id=0, results=(), num_host_slots=(0,))
     engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
     engine.add_request(make_request("new", random_tokens(77, 5), max_tokens=3))
     outputs = [output for _ in range(8) for output in engine.step()]
@@ -358,7 +366,7 @@ def test_the_choice_is_made_from_measured_rates():
     for seconds, swaps in ((1e-9, False), (1e3, True)):
         engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="auto"))
         engine.wait_for_host_memory()
-        swap = engine._offload._scheduler.swap
+        swap = offload_scheduler(engine).swap
         for direction in swap._costs._copies:
             swap._costs._copies[direction].add(1e6, 1.0)
         swap.observe_prefill(1000, 1000 * seconds)
@@ -379,5 +387,5 @@ def test_rates_are_measured_while_serving(asynchronous):
     assert min(stats.swap_out_nbytes_per_s, stats.swap_in_nbytes_per_s, stats.prefill_tokens_per_s) > 0
     assert (
         stats.swapped_out_nbytes
-        == stats.swapped_out_blocks * engine._offload._worker._swap._groups[0].memory.spec.block_nbytes_per_device
+        == stats.swapped_out_blocks * swap_groups(one_worker(engine))[0].memory.spec.block_nbytes_per_device
     )

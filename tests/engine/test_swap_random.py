@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, TINY, WINDOWED, make_request, random_tokens
 from tests.grids import few
+from tests.inside import engine_scheduler, kv_blocks, one_worker, swap_groups
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena
@@ -66,9 +67,9 @@ class Faults:
     """Makes swaps out fail at random, before their dispatch or destroying their memory."""
 
     def __init__(self, engine, rng, rate):
-        self.groups = engine._offload._worker._swap._groups
+        self.groups = swap_groups(one_worker(engine))
         for group in self.groups:
-            copier = group.copiers[Direction.SAVE]
+            copier: Any = group.copiers[Direction.SAVE]
             copier._save = self.failing(copier._save, rng, rate)
 
     def failing(self, save, rng, rate):
@@ -188,7 +189,7 @@ def check_rest(engine):
     stats = engine.offload_stats() or OffloadStats()  # without pool and tier the engine has no library
     assert (stats.num_jobs_in_flight, stats.swap_held_blocks, stats.num_swapped_requests) == (0, 0, 0)
     assert stats.staging_reserved_blocks == 0
-    assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
+    assert kv_blocks(engine_scheduler(engine)).num_free == kv_blocks(engine_scheduler(engine)).total
     engine.check_invariants()
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, serve_rounds, tokens_of
 from tests.grids import few
+from tests.inside import model_runner, offloading, one_worker, storage_tier
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, RequestOutput
@@ -31,18 +32,18 @@ def make_offload(**changes):
 
 
 def tier_of(engine):
-    return engine._offload._worker._storage.tiers[0]._io.tier
+    return storage_tier(engine)
 
 
 def settle(engine):
     """Steps until an engine without requests has nothing in flight."""
-    offloading = engine._offload
+    glue, runner = offloading(engine), model_runner(engine)
     for _ in range(500):
-        if not offloading._scheduler.has_jobs:
+        if not glue.has_jobs:
             return
-        plan, engine._runner.kv_caches = offloading.before_forward((), engine._runner.kv_caches)
-        offloading.after_forward(plan, engine._runner.kv_caches)
-        offloading.poll(wait=True)
+        plan, runner.kv_caches = glue.before_forward((), runner.kv_caches)
+        glue.after_forward(plan, runner.kv_caches)
+        glue.poll(wait=True)
         engine.check_invariants()
     raise AssertionError("an idle engine never comes to rest")
 
@@ -278,7 +279,7 @@ def test_an_idle_engine_waits_for_storage_no_longer_than_its_request(plain):
     first, second, third = rounds()
     outputs = serve_slowly(engine, [first])
     tier_of(engine).gates["read"] = gate = threading.Event()
-    worker, waits = engine._offload._worker, []
+    worker, waits = one_worker(engine), []
     assert isinstance(worker, OffloadWorker)
     poll = worker.poll
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import TINY, make_request, num_loaded, random_tokens, rounds, serve_rounds, tokens_of
-from tests.inside import storage_planner
+from tests.inside import current_namespace, model_runner, offload_scheduler, offloading, one_worker, storage_planner
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
@@ -161,7 +161,7 @@ def test_the_server_has_evicted_a_part_of_each_prefix(plain, where):
         serve_slowly(first, [[request]])
         hashes: list[BlockHash] = []
         first._scheduler._hasher.extend(hashes, request.prompt_tokens)
-        keys = [block_hash + first._offload._scheduler._context.keys.namespace for block_hash in hashes]
+        keys = [block_hash + current_namespace(offload_scheduler(first)) for block_hash in hashes]
         assert len(keys) == 10
         gone = {"head": 0, "middle": 5, "tail": 9}[where]
         tier_of(first).delete([keys[gone]])
@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_costs_a_few_waits(plain, fault):
             assert tokens_of(outputs) == others(plain, outputs)
             stats = engine.offload_stats()
             assert stats.num_failed_storage_lookups == 3
-            assert not storage_planner(engine._offload._scheduler)._lookups.breaker.closed
+            assert not storage_planner(offload_scheduler(engine))._lookups.breaker.closed
             assert len(waits) <= 3, "requests that have waited"
             if fault == "freeze":
                 server.thaw()
@@ -193,7 +193,7 @@ def test_a_server_that_does_not_answer_costs_a_few_waits(plain, fault):
 def count_waits(engine):
     """When an engine has requests wait, by request; grows."""
     waits: dict[str, list[float]] = {}
-    look_up = engine._offload.look_up
+    look_up = offloading(engine).look_up
 
     def counted(sequence, *, num_computed_tokens):
         found = look_up(sequence, num_computed_tokens=num_computed_tokens)
@@ -201,7 +201,7 @@ def count_waits(engine):
             waits.setdefault(sequence.sequence_id, []).append(engine._clock())
         return found
 
-    engine._offload.look_up = counted
+    offloading(engine).look_up = counted
     return waits
 
 
@@ -235,7 +235,7 @@ def test_an_idle_engine_does_not_spin():
     """It sleeps until the lookup is answered, in a few calls."""
     with engine_above("", storage_tier=SHARED) as engine:
         tier_of(engine).gates["find"] = gate = threading.Event()
-        worker, polls = engine._offload._worker, []
+        worker, polls = one_worker(engine), []
         poll = worker.poll
 
         def recorded(*, wait=False, wait_s=1.0):
@@ -246,7 +246,7 @@ def test_an_idle_engine_does_not_spin():
         engine.add_request(rounds()[0][0])
         timer = threading.Timer(0.2, gate.set)
         timer.start()
-        while not storage_planner(engine._offload._scheduler)._lookups._missing:
+        while not storage_planner(offload_scheduler(engine))._lookups._missing:
             engine.step()
         timer.join()
         worker.poll = poll
@@ -265,7 +265,7 @@ def test_engines_that_get_new_weights_one_after_the_other():
     expected = []
     for of_model in weights:
         engine = Engine(TINY, TIGHT)
-        engine._runner._weights = of_model
+        model_runner(engine)._weights = of_model
         expected.append(tokens_of(serve_rounds(engine, rounds())))
     with valkey() as (_, url), engine_above(url) as first, engine_above(url) as second:
         versions = {id(first): 0, id(second): 0}
@@ -287,7 +287,7 @@ def test_engines_that_get_new_weights_one_after_the_other():
         serve_at_once()
         for engine in (first, second):
             versions[id(engine)] = NEW_WEIGHTS
-            engine._runner._weights = weights[NEW_WEIGHTS]
+            model_runner(engine)._weights = weights[NEW_WEIGHTS]
             engine.reset_cache()
             serve_at_once()
         serve_at_once()
@@ -304,7 +304,7 @@ def test_no_engine_deletes_what_another_has_stored(plain):
     """Neither because it does not know a chunk, nor to stay within its own number of chunks."""
     with valkey() as (_, url), engine_above(url) as first:
         serve_slowly(first, rounds()[:1])
-        keys = sorted(storage_planner(first._offload._scheduler).records.stored)
+        keys = sorted(storage_planner(offload_scheduler(first)).records.stored)
         with engine_above(url, num_storage_chunks=20) as second:
             assert tokens_of(serve_slowly(second, rounds())) == plain
             stats = second.offload_stats()
