@@ -3,13 +3,13 @@
 A private attribute that tests of several modules need is named here only.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpu_offload.core.policies import PriorityPolicy
 
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload import OffloadScheduler, OffloadWorker
+    from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
     from tpu_offload.core.chunk_table import ChunkTable
     from tpu_offload.core.context import TierContext
     from tpu_offload.core.host_pools import HostPools, SegmentMoves
@@ -23,13 +23,18 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.core.storage.lookups import LookupPlanner
     from tpu_offload.core.storage.planner import StoragePlanner
     from tpu_offload.core.storage.stack import StorageStackPlanner
-    from tpu_offload.engine import Engine, sequence
+    from tpu_offload.core.swap.manager import RequestSwap
+    from tpu_offload.core.swap.swapped_request import SwappedRequest
+    from tpu_offload.engine import Engine
     from tpu_offload.engine.block_manager import BlockManager
     from tpu_offload.engine.kv_blocks import KVBlocks
     from tpu_offload.engine.offloading import Offloading
     from tpu_offload.engine.runner import ModelRunner
     from tpu_offload.engine.scheduler import Scheduler
+    from tpu_offload.engine.sequence import Sequence
     from tpu_offload.engine.state_rows import StateRows
+    from tpu_offload.memory import HostArena
+    from tpu_offload.memory.host_arena import Segment
     from tpu_offload.storage import StorageTier
     from tpu_offload.types import ChunkKey, StepReport
     from tpu_offload.worker.jobs import WorkerJobs
@@ -111,12 +116,22 @@ def worker_storage_tier(worker: "OffloadWorker", number: int = 0) -> "StorageTie
     return storage_calls(storage_copies(worker, number)).tier
 
 
-def slot_pools(worker: "OffloadWorker") -> "Sequence[SlotPool]":
+def slot_pools(worker: "OffloadWorker") -> "list[SlotPool]":
     """The slots of the host tier that storage tiers read and write, by pool; of a worker with one rank."""
     stack = worker_storage(worker)
     assert stack is not None
     (pools,) = stack._pools.values()
     return pools
+
+
+def arena_segments(arena: "HostArena") -> "list[Segment]":
+    """Per segment that is allocated, its arrays; the arena's own list."""
+    return arena._segments
+
+
+def lost_segments(arena: "HostArena") -> "set[int]":
+    """Segments whose memory was lost and is not in use again."""
+    return arena._lost
 
 
 # The scheduler.
@@ -209,7 +224,22 @@ def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":
     return planner._lookups
 
 
-# The engine.
+def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, None]":
+    """The chunks of the host tier that are to be written to a storage tier, in order."""
+    return planner.writes._candidates
+
+
+def swapped_requests(swap: "RequestSwap") -> "dict[str, SwappedRequest]":
+    """The requests that are swapped out."""
+    return swap._swapped
+
+
+def connector_scheduler(side: "SchedulerSide") -> "OffloadScheduler | None":
+    """The library's scheduler in the connector for vLLM; None until the workers have reported the layout."""
+    return side._offload
+
+
+# The embedded engine.
 
 
 def offloading(engine: "Engine") -> "Offloading":
@@ -255,19 +285,19 @@ def engine_scheduler(engine: "Engine") -> "Scheduler":
     return engine._scheduler
 
 
-def active_sequences(scheduler: "Scheduler") -> "list[sequence.Sequence]":
+def active_sequences(scheduler: "Scheduler") -> "list[Sequence]":
     """The sequences that hold blocks, oldest first; the scheduler's own list."""
     return scheduler._active
 
 
-def waiting_sequences(scheduler: "Scheduler") -> "list[sequence.Sequence]":
+def waiting_sequences(scheduler: "Scheduler") -> "list[Sequence]":
     """The sequences that wait for blocks, oldest first; the scheduler's own list."""
     return scheduler._waiting
 
 
-def preempt_sequence(scheduler: "Scheduler", preempted: "sequence.Sequence") -> None:
+def preempt_sequence(scheduler: "Scheduler", sequence: "Sequence") -> None:
     """Preempts a sequence, as if there were too few blocks."""
-    scheduler._preempt(preempted)
+    scheduler._preempt(sequence)
 
 
 def kv_blocks(scheduler: "Scheduler") -> "KVBlocks":

@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+from tests.inside import tier_context
+
 
 def draw_from(seed: str, scheduler: Any) -> None:
     """Has the resets of a scheduler change its keys alike in each run of a seed.
@@ -10,4 +12,4 @@ def draw_from(seed: str, scheduler: Any) -> None:
     Otherwise they are random, and so is which of them share a counter of a sketch.
     """
     rng = random.Random(f"{seed} resets")
-    scheduler._context.keys.draw_epoch = lambda: rng.getrandbits(63) + 1
+    tier_context(scheduler).keys.draw_epoch = lambda: rng.getrandbits(63) + 1

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
+from tests.inside import chunk_index
 from tests.jobs import host_block_ids
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with
@@ -55,7 +56,7 @@ def num_found(engine: FakeEngine, prompt: list[int]) -> int:
 def assert_nothing_is_held(engine: FakeEngine) -> None:
     stats = engine.scheduler.stats()
     assert (stats.num_jobs_in_flight, stats.staging_reserved_blocks) == (0, 0)
-    engine.scheduler._index.check_holds(pins={}, pending=set())
+    chunk_index(engine.scheduler).check_holds(pins={}, pending=set())
     engine.scheduler.check_invariants()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.fakes import LAYOUT, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
+from tests.inside import chunk_states, job_table, request_table, slot_of_chunk, swapped_requests
 from tests.worker.engine import Engine as WorkerEngine
 from tpu_offload import (
     BlockHasher,
@@ -61,18 +62,18 @@ def state(scheduler) -> tuple:
     del stats["num_ignored_results"], stats["num_rejected_reports"]
     jobs = [
         (job.job_id, job.state, sorted(job.waiting_for), job.all_failed, job.detached, sorted(job.failed_blocks))
-        for job in scheduler._jobs
+        for job in job_table(scheduler)
     ]
     promises = [
-        (name, request.promise, request.load, len(request.keys)) for name, request in scheduler._requests.items()
+        (name, request.promise, request.load, len(request.keys)) for name, request in request_table(scheduler).items()
     ]
     return (
         tuple(stats.values()),
         jobs,
         promises,
-        dict(scheduler._index._tree.slot_of),
-        set(scheduler._index._states.unready),
-        dict(scheduler._index._states.pins),
+        dict(slot_of_chunk(scheduler)),
+        set(chunk_states(scheduler).unready),
+        dict(chunk_states(scheduler).pins),
     )
 
 
@@ -191,7 +192,7 @@ def test_thirty_thousand_calls_that_make_no_sense_raise_one_clear_line_and_chang
             scheduler.check_invariants()
             for name in ("loading", "promised", "saving", "new"):
                 scheduler.finish(name)
-            swaps = [name for name in engine.swap._swapped if name != "out"]
+            swaps = [name for name in swapped_requests(engine.swap) if name != "out"]
             engine.swap.discard(swaps)
     assert num_errors > 500
     scheduler.check_invariants()

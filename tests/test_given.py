@@ -21,6 +21,7 @@ from tests.given import (
     bad_table,
     broken_iterator,
 )
+from tests.inside import chunk_index, job_table, request_table
 from tests.snapshot import differences, snapshot
 from tpu_offload import (
     CachedPrefix,
@@ -173,13 +174,13 @@ class Caller:
         return functools.partial(function, *args, **named)
 
     def promised(self, name: str) -> int:
-        request = self.scheduler._requests.get(name)
+        request = request_table(self.scheduler).get(name)
         return request.promise.num_tokens if request and request.promise and self.rng.random() < 0.8 else 0
 
     def report(self) -> None:
         """The workers have done all that they were sent, but for a copy here and there."""
         results = []
-        for job in self.scheduler._jobs:
+        for job in job_table(self.scheduler):
             state = JobState.FAILED if self.rng.random() < 0.1 else JobState.FINISHED
             results.append(JobResult(job_id=job.job_id, state=state, error="x" if state is JobState.FAILED else ""))
         for worker in self.engine.workers:
@@ -187,7 +188,7 @@ class Caller:
 
     def check_jobs(self) -> None:
         """Jobs hold integers of Python, from 0 on, and as many blocks as places."""
-        for job in self.scheduler._jobs:
+        for job in job_table(self.scheduler):
             for part in job.wire.parts:
                 for ids in (part.block_ids, part.host_block_ids):
                     assert type(ids) is tuple
@@ -240,7 +241,7 @@ def test_a_call_that_is_refused_has_changed_nothing(seed, caplog):
     scheduler.check_invariants()
     assert scheduler.stats().staging_reserved_blocks == 0, "staging blocks that nobody gives back"
     assert scheduler.stats().num_jobs_in_flight == 0
-    assert scheduler._index.num_free_slots + scheduler.stats().num_resident_chunks == 24
+    assert chunk_index(scheduler).num_free_slots + scheduler.stats().num_resident_chunks == 24
 
 
 @pytest.mark.parametrize("form", TABLE_FORMS)

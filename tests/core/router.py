@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tests.inside import chunk_index, load_planner, request_table, slot_of_chunk, tier_context
 from tpu_offload import LayerGroupKind, OffloadScheduler, TierEventKind
 from tpu_offload.core.index import ChunkState
 from tpu_offload.hashing import last_block_hash
@@ -10,8 +11,8 @@ from tpu_offload.types import BlockHash
 
 def num_in_host_tier(scheduler: OffloadScheduler, hashes: Sequence[BlockHash], num_tokens: int) -> int:
     """How many tokens of a prompt a lookup finds in the host tier; unlike `num_cached_tokens`, not in storage."""
-    request = scheduler._requests.new("of a test")
-    return scheduler._loads.num_cached_tokens(request, hashes, num_tokens=num_tokens)
+    request = request_table(scheduler).new("of a test")
+    return load_planner(scheduler).num_cached_tokens(request, hashes, num_tokens=num_tokens)
 
 
 class Router:
@@ -22,7 +23,7 @@ class Router:
     """
 
     def __init__(self, scheduler: OffloadScheduler) -> None:
-        context = scheduler._context
+        context = tier_context(scheduler)
         self._scheduler = scheduler
         self._groups = context.layout.groups
         self._block_size = context.block_size
@@ -52,8 +53,8 @@ class Router:
     def check_chunks(self) -> None:
         """Raises AssertionError unless the events name exactly the chunks of full attention that are READY."""
         self.take()
-        index = self._scheduler._index
-        ready = {last_block_hash(key) for key in index._tree.slot_of if index.state(key) is ChunkState.READY}
+        index = chunk_index(self._scheduler)
+        ready = {last_block_hash(key) for key in slot_of_chunk(self._scheduler) if index.state(key) is ChunkState.READY}
         assert self.hashes[0] == ready
 
     def num_cached_tokens(self, hashes: Sequence[BlockHash], num_tokens: int) -> int:

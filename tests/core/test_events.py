@@ -6,6 +6,7 @@ from tests.core.fakes import FakeEngine, FakeWorker, tokens
 from tests.core.router import Router, num_in_host_tier
 from tests.core.test_states import state_engine
 from tests.core.window_engine import WindowEngine
+from tests.inside import chunk_index, job_table
 from tpu_offload import JobKind, TierEvent, TierEventKind
 from tpu_offload.core import inspection
 from tpu_offload.core.index import Checkpoint, ChunkIndex, NewPiece
@@ -56,7 +57,7 @@ def test_who_describes_chunks_knows_until_when_to_keep_the_requests() -> None:
     for name, start in (("a", 0), ("b", 50)):
         engine.add(name, tokens(12, start=start))
         engine.step({name: 12})
-    in_flight = [job.job_id for job in engine.scheduler._jobs]
+    in_flight = [job.job_id for job in job_table(engine.scheduler)]
     assert len(in_flight) == 2
     assert (engine.scheduler.job_ids, engine.scheduler.has_events) == (range(in_flight[0], in_flight[1] + 1), False)
     engine.apply(engine.workers[0], engine.workers[0].finish())
@@ -232,7 +233,7 @@ def test_shared_pieces_that_a_load_reads_stay_when_the_checkpoint_that_they_were
     request = engine.add("b", tokens(17) + tokens(8, start=500))
     assert request is not None
     assert request.num_computed == 16
-    table = engine.scheduler._index.checkpoints
+    table = chunk_index(engine.scheduler).checkpoints
     while table.evict_one(()) is not None:
         pass
     engine.scheduler.check_invariants()

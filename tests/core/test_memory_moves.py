@@ -9,6 +9,7 @@ import pytest
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.policies import example
 from tests.core.window_engine import WindowEngine
+from tests.inside import segment_moves, tier_context
 from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex, PoolBalance, PoolMove, checkpoints
 from tpu_offload.core.policies import LRUPolicy
@@ -45,7 +46,7 @@ class Tier:
         self.worker = FakeWorker(num_host_chunks=8 * CHUNKS, num_host_states=8 * STATES)
         self.engine = WindowEngine((), num_rows=60, workers=[self.worker], **settings)
         self.rule = DrawnRule()
-        moves = self.engine.scheduler._pools._moves
+        moves = segment_moves(self.engine.scheduler)
         assert moves is not None
         moves._balance = self.rule
 
@@ -112,15 +113,15 @@ def test_chunks_get_memory_by_age_with_policies_that_evict_by_age(
     policy: Callable[[], EvictionPolicy] | None, *, by_age: bool
 ) -> None:
     engine = WindowEngine((), num_rows=60, workers=[FakeWorker(num_host_chunks=8, num_host_states=8)])
-    scheduler = OffloadScheduler(engine.scheduler._context.config, engine.layout, num_workers=1, policy=policy)
-    balance = scheduler._context.balance
+    scheduler = OffloadScheduler(tier_context(engine.scheduler).config, engine.layout, num_workers=1, policy=policy)
+    balance = tier_context(scheduler).balance
     assert balance is not None
     assert balance._goes_by_age(Pool.CHUNKS) == by_age
 
 
 def test_the_rule_is_asked_only_when_something_has_changed() -> None:
     tier = Tier()
-    moves = tier.engine.scheduler._pools._moves
+    moves = segment_moves(tier.engine.scheduler)
     assert moves is not None
     moves._balance = rule = CountedRule()
     tier.step(5)
@@ -198,7 +199,7 @@ def test_a_move_whose_memory_stays_in_use_is_given_up() -> None:
     scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0)
     tier.rule.wanted = Pool.STATES
     tier.step()
-    tier.engine.clock.now_s += 2 * scheduler._config.job_timeout_s
+    tier.engine.clock.now_s += 2 * tier_context(scheduler).config.job_timeout_s
     tier.step(2)
     assert (tier.division, tier.slots) == (None, (32, 40))
     scheduler.release("b")

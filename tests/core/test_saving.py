@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
+from tests.inside import job_table
 from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.types import BlockHash
@@ -628,4 +629,4 @@ def test_an_early_save_comes_before_others_when_there_is_room_for_one() -> None:
     (worker,) = engine.workers
     engine.apply(worker, worker.finish())
     assert blocks(engine.step()[0].of(JobKind.SAVE)) == other.block_ids
-    assert all(job.state is not JobState.PLANNED for job in engine.scheduler._jobs)
+    assert all(job.state is not JobState.PLANNED for job in job_table(engine.scheduler))

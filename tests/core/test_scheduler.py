@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
+from tests.inside import request_table
 from tests.jobs import host_block_ids
 from tpu_offload import (
     FailedLoad,
@@ -647,7 +648,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
     while engine.scheduler.has_jobs:
         engine.settle()
         engine.step()
-    for request in engine.scheduler._requests.values():
+    for request in request_table(engine.scheduler).values():
         request.block_tables = request.keys = _Unreadable()
     assert engine.scheduler.plan_step().empty
 

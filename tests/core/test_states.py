@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
 from tests.core.window_engine import NULL, WindowEngine, window_layout
+from tests.inside import checkpoint_table, host_pools, tier_context
 from tpu_offload import (
     BlockHash,
     ChunkKey,
@@ -415,7 +416,7 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
 
 
 def test_a_loss_of_chunks_that_no_worker_can_have_is_none_of_states() -> None:
-    pools = state_engine().scheduler._report_handler._pools
+    pools = host_pools(state_engine().scheduler)
     num_chunks, num_states = pools._max_slots
     assert pools.slot_range(0, 3, 2**40) == range(3, num_chunks)
     assert pools.slot_range(1, 0, 2) == range(num_chunks, num_chunks + 2)
@@ -424,7 +425,7 @@ def test_a_loss_of_chunks_that_no_worker_can_have_is_none_of_states() -> None:
 
 def test_a_worker_with_segments_of_other_sizes_is_an_error() -> None:
     engine = state_engine()
-    (expected,) = expected_setups(engine.scheduler._config, engine.layout, 1)
+    (expected,) = expected_setups(tier_context(engine.scheduler).config, engine.layout, 1)
     paths = {"save_path": "direct", "load_path": "direct"}
     setup = WorkerSetup(num_processes=1, process_index=0, **(expected | paths | {"segment_slots": (1, 9)}))
     report = dataclasses.replace(engine.workers[0].report(), incarnation=1, setup=setup)
@@ -552,8 +553,8 @@ def test_a_late_save_without_staging_blocks_holds_none_of_another():
 
 def state_of_the_second(engine):
     """The range of the row of the second checkpoint, in its pool."""
-    checkpoint = list(engine.scheduler._index.checkpoints._table.values())[1]
-    row = checkpoint.slots[-1] - engine.scheduler._context.config.first_slots(engine.layout)[1]
+    checkpoint = list(checkpoint_table(engine.scheduler).values())[1]
+    row = checkpoint.slots[-1] - tier_context(engine.scheduler).config.first_slots(engine.layout)[1]
     return row, row + 1
 
 

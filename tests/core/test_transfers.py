@@ -8,6 +8,7 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
+from tests.inside import chunk_index, save_planner, tier_context
 from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff
@@ -232,7 +233,7 @@ def test_of_several_workers_the_first_hole_counts_and_invalid_positions_mean_all
                 JobResult(job_id=load.job_id, state=FAILED, error="injected", failed_blocks=positions),
             )
         assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid),)
-        engine.scheduler._context.backoff.clear()
+        tier_context(engine.scheduler).backoff.clear()
         engine.requests["b"].loading = False
         engine.remove("b")
         engine.scheduler.check_invariants()
@@ -304,7 +305,7 @@ def test_a_chunk_whose_save_failed_twice_backs_off_for_every_request():
     engine.clock.now_s += 11
     assert len(engine.step()[0].of(JobKind.SAVE)) == 1, "it is tried again without being named again"
     engine.settle()
-    assert not len(engine.scheduler._context.backoff)
+    assert not len(tier_context(engine.scheduler).backoff)
     assert match(engine, "b", tokens(9)) == 8
 
 
@@ -603,13 +604,13 @@ def test_many_failed_saves_in_one_report_take_no_longer_than_one():
         engine.add(f"r{i}", tokens(240, start=10_000 * i))
     engine.step({f"r{i}": 240 for i in range(30)})
     worker, looked = engine.workers[0], []
-    rewind = engine.scheduler._saves.rewind
+    rewind = save_planner(engine.scheduler).rewind
 
     def counted(*args):
         looked.append(1)
         return rewind(*args)
 
-    engine.scheduler._saves.rewind = counted
+    save_planner(engine.scheduler).rewind = counted
     engine.apply(worker, worker.finish(fail=True))
     engine.step()
     assert len(worker.in_flight) > 4, "most of them alone"
@@ -626,10 +627,10 @@ def test_a_request_with_a_chunk_that_backs_off_costs_nothing():
         engine.step({"a": 16} if not engine.requests["a"].num_computed else None)
         engine.apply(worker, worker.finish(fail=True))
     engine.step()
-    engine.scheduler._index.touch = None  # type: ignore[assignment]  # would raise
+    chunk_index(engine.scheduler).touch = None  # type: ignore[assignment]  # would raise
     for _ in range(10):
         assert engine.step()[0].of(JobKind.SAVE) == ()
-    del engine.scheduler._index.touch
+    del chunk_index(engine.scheduler).touch
     engine.clock.now_s += 101
     assert len(engine.step()[0].of(JobKind.SAVE)) == 1
 

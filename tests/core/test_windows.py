@@ -10,6 +10,7 @@ from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_faults import FaultyLife
 from tests.core.window_lives import RandomLife
+from tests.inside import chunk_index
 from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
 from tpu_offload.types import Direction, JobKind
 
@@ -278,7 +279,7 @@ class Raised(Exception):
 
 def raise_once(engine: WindowEngine, monkeypatch: pytest.MonkeyPatch, *, calls: int) -> None:
     """Has the index raise when it makes room for the `calls`-th time from now on."""
-    index, left = engine.scheduler._index, [calls]
+    index, left = chunk_index(engine.scheduler), [calls]
     make_room = index._make_room
 
     def raising(*args: Any) -> None:

@@ -8,6 +8,7 @@ from tests.compiled import interpreted_only
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
 from tests.inside import (
+    arena_segments,
     engine_scheduler,
     kv_blocks,
     offload_scheduler,
@@ -301,7 +302,7 @@ def test_closing_the_engine_with_copies_in_flight():
     worker = one_worker(engine)
     engine.close()
     assert not worker.has_flights
-    assert not any(group.memory.arena._segments for group in swap_groups(worker))
+    assert not any(arena_segments(group.memory.arena) for group in swap_groups(worker))
     other, _ = engine_with_one_out()  # a second engine in this process
     finish(other)
 

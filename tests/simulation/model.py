@@ -10,6 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
+from tests.inside import (
+    checkpoint_table,
+    chunk_index,
+    job_table,
+    load_planner,
+    request_table,
+    swapped_requests,
+    tier_context,
+)
 from tests.simulation.groups import Group
 from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
@@ -118,7 +127,7 @@ class Model:
     ) -> None:
         self.groups = groups
         self.scheduler = scheduler
-        self.index = scheduler._index
+        self.index = chunk_index(scheduler)
         self.workers = workers
         self.clock = clock
         self.timeout_s = timeout_s
@@ -132,7 +141,7 @@ class Model:
         self.loads = LoadTracker(block_size=setup.block_size)
         self.jobs: dict[int, OpenJob] = {}
         self.late: dict[int, OpenJob] = {}  # timed out, and some worker may still copy
-        self.stages = {direction: scheduler._config.path_for(direction).stages for direction in Direction}
+        self.stages = {direction: tier_context(scheduler).config.path_for(direction).stages for direction in Direction}
         self.max_load_blocks = setup.max_load_blocks
         self.load_wait_s = setup.load_wait_s
         self.promises: dict[
@@ -191,7 +200,7 @@ class Model:
         chunk_tokens = self.size * self.block_size
         if num_tokens % chunk_tokens:
             raise Violation(f"{request.name} is promised windows up to token {num_tokens}, which is inside a chunk")
-        promise = self.scheduler._requests[request.name].promise
+        promise = request_table(self.scheduler)[request.name].promise
         checkpoint = promise.held.checkpoint if promise is not None else None
         if checkpoint is None or last_block_hash(checkpoint.key) != request.hashes[num_tokens // self.block_size - 1]:
             raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
@@ -210,8 +219,8 @@ class Model:
         self.sync_index()
         tokens = len(request.tokens)
         named = self.router.num_cached_tokens(request.hashes, tokens, self.block_size)
-        asked = self.scheduler._requests.new(request.name)
-        found = self.scheduler._loads.num_cached_tokens(asked, request.hashes, num_tokens=tokens)
+        asked = request_table(self.scheduler).new(request.name)
+        found = load_planner(self.scheduler).num_cached_tokens(asked, request.hashes, num_tokens=tokens)
         if named != found:
             raise Violation(f"{request.name}: by the events {named} tokens can be loaded, by a lookup {found}")
 
@@ -250,7 +259,7 @@ class Model:
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.end_load(name, num_tokens, finished=finished, ended=ended)
-        if bad - {last_block_hash(key) for key in self.scheduler._context.backoff._entries}:
+        if bad - {last_block_hash(key) for key in tier_context(self.scheduler).backoff._entries}:
             raise Violation(f"a chunk whose load failed for {name} has no backoff")
 
     def on_reset(self) -> None:
@@ -260,7 +269,7 @@ class Model:
         self.loads.reset()
         self._void_jobs()
         self.sync_index()
-        if self.scheduler.swap._pool._block_of:
+        if tier_context(self.scheduler).swap_pool._block_of:
             raise Violation("the swap pool still finds blocks by hash after the reset")
         if self.visible:
             raise Violation(f"{len(self.visible)} chunks from before the reset are visible after it")
@@ -340,7 +349,7 @@ class Model:
 
     def _check_deadlines(self) -> None:
         """Raises Violation unless jobs time out when they should: all later checks of them depend on it."""
-        for job in self.scheduler._jobs:
+        for job in job_table(self.scheduler):
             opened = self.jobs.get(job.job_id)
             if opened is not None and opened.deadline_s != job.deadline_s:
                 raise Violation(
@@ -461,7 +470,8 @@ class Model:
                 if slot in self.key_in:
                     raise Violation(f"slot {slot} is visible after the report of its loss")
         for group_id, first, end in report.lost_swap_blocks:
-            if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
+            hash_of = tier_context(self.scheduler).swap_pool._hash_of
+            if group_id == 0 and not hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
 
     def _kept(self, report: StepReport) -> tuple[int, int]:
@@ -494,7 +504,7 @@ class Model:
 
     def _sync_checkpoints(self) -> None:
         """Checks the checkpoints that have become READY."""
-        known, table = self.checkpoints, self.index.checkpoints._table
+        known, table = self.checkpoints, checkpoint_table(self.scheduler)
         self.checkpoints = {key: checkpoint for key, checkpoint in table.items() if not checkpoint.num_pending}
         for key, checkpoint in self.checkpoints.items():
             if known.get(key) is not checkpoint:
@@ -599,15 +609,15 @@ class Model:
           Violation: a breaker waits for a probe that no longer exists.
         """
         scheduler, swap = self.scheduler, self.scheduler.swap
-        jobs = {(job.job_id, job.direction) for job in scheduler._jobs if not job.kind.of_swap}
+        jobs = {(job.job_id, job.direction) for job in job_table(scheduler) if not job.kind.of_swap}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
-        promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
+        promised = {(r.account, Direction.LOAD) for r in request_table(scheduler).values() if r.promise}
         promised |= {(load.held.account, Direction.LOAD) for load in scheduler._queue}
-        out = {(name, Direction.LOAD) for name in swap._swapped}
+        out = {(name, Direction.LOAD) for name in swapped_requests(swap)}
         waiting = []
         for kind, breakers, probes in (
-            ("", scheduler._context.breakers, jobs | promised),
-            ("swap ", swap._breakers, swaps | out),
+            ("", tier_context(scheduler).breakers, jobs | promised),
+            ("swap ", tier_context(scheduler).swap_breakers, swaps | out),
         ):
             for direction, breaker in breakers.items():
                 if breaker._state is BreakerState.PROBING:

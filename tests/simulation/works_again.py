@@ -6,6 +6,7 @@ The checks during a run find wrong bytes. What is never saved, or never found, h
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tests.inside import chunk_index
 from tests.simulation.memory import Violation
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class _Checkpoints:
 
     def check(self, expected: int) -> None:
         """Raises Violation unless there are so many checkpoints."""
-        found = self._world.scheduler._index.num_checkpoints
+        found = chunk_index(self._world.scheduler).num_checkpoints
         if found != expected:
             raise Violation(f"long after the last fault, there are {found} checkpoints; expected {expected}")
 

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, final
 
+from tests.inside import segment_moves
 from tests.jobs import host_block_ids
 from tests.resets import draw_from
 from tests.simulation import leftovers
@@ -78,7 +79,7 @@ class World:
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         draw_from(f"{setup.seed}", self.scheduler)
-        moves: Any = self.scheduler._pools._moves
+        moves: Any = segment_moves(self.scheduler)
         self.balance: DrawnBalance | None = None
         if moves is not None:
             self.balance = moves._balance = DrawnBalance(moves._balance)
@@ -258,7 +259,7 @@ class World:
 
     def _wait_until_grown(self) -> None:
         """Steps until all workers have allocated the host tier."""
-        model, moves = self.model, self.scheduler._pools._moves
+        model, moves = self.model, segment_moves(self.scheduler)
         if self.balance is None or moves is None:
             while min(model.num_ready.values()) < self.setup.num_slots:
                 self.step(0)

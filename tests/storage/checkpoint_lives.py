@@ -9,7 +9,7 @@ from typing import Any
 from tests.core.fakes import POISON, FakeWorker
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
-from tests.inside import storage_planner, storage_planners
+from tests.inside import current_namespace, storage_planner, storage_planners, tier_context
 from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats
@@ -34,7 +34,7 @@ class SharedCheckpointWorker(CheckpointWorker, SharedWorker):
 
 def attach(engine: WindowEngine) -> None:
     """Tells the workers where states are, and how many records one has."""
-    context = engine.scheduler._context
+    context = tier_context(engine.scheduler)
     for worker in engine.workers:
         assert isinstance(worker, CheckpointWorker)
         worker.blocks_per_chunk = context.blocks_per_chunk
@@ -114,7 +114,7 @@ class CheckpointLife(RandomLife):
             assert len(records.writing) + len(records.promoting) <= records.max_in_flight
 
     def check_record(self, name: ChunkKey, content: bytes) -> None:
-        namespace = self.engine.scheduler._context.keys.namespace
+        namespace = current_namespace(self.engine.scheduler)
         for group, end in ((0, len(name)), *((1 + g, -1) for g in range(len(self.engine.windows) - 1))):
             if name[:end].endswith(namespace) and (group == 0 or name[-1] == group - 1):
                 block_hash = name[:end].removesuffix(namespace)
@@ -165,7 +165,7 @@ class SharedCheckpointLife(CheckpointLife):
         """What counts as stored may be gone; what is there is right."""
         for worker in self.engine.workers:
             assert isinstance(worker, SharedCheckpointWorker)
-            namespace = self.engine.scheduler._context.keys.namespace
+            namespace = current_namespace(self.engine.scheduler)
             for name, content in worker.storage.items():
                 if name.find(namespace) >= 0 and content.find(POISON) < 0:
                     self.check_record(name, content)

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, ROWS, FakeEngine, FakeWorker
-from tests.inside import storage_planners
+from tests.inside import current_namespace, storage_planners
 from tests.storage.memory_tier import NAME
 from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy
@@ -193,7 +193,7 @@ class StorageEngine(FakeEngine):
         return hashes
 
     def keys(self, prompt: list[int]) -> list[ChunkKey]:
-        namespace = self.scheduler._context.keys.namespace
+        namespace = current_namespace(self.scheduler)
         return [ChunkKey(block_hash + namespace) for block_hash in self.hashes(prompt)]
 
     def match(self, request_id: str, prompt: list[int]) -> Match:

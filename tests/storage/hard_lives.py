@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from tests.core.fakes import LAYOUT, POISON
-from tests.inside import storage_planner
+from tests.inside import storage_planner, storage_stack_planner, tier_context
 from tests.storage.fakes import StorageEngine, StorageWorker
 from tests.storage.lives import Life, run_many
 from tpu_offload import JobResult, JobState, OffloadStats, StepPlan, StepReport, Update
@@ -153,7 +153,7 @@ class HardLife(Life):
 
     def make_engine(self, **settings: Any) -> StorageEngine:
         engine = HardEngine(**settings)
-        expected = expected_setups(engine.scheduler._config, LAYOUT, len(engine.workers))
+        expected = expected_setups(tier_context(engine.scheduler).config, LAYOUT, len(engine.workers))
         for worker in engine.workers:
             (worker.capacity,) = settings["sizes"]
             worker.setup = WorkerSetup(
@@ -220,7 +220,7 @@ class HardLife(Life):
             for prompt in self.prompts
             for key, name in zip(engine.keys(prompt), engine.hashes(prompt), strict=True)
         }
-        for key in engine.scheduler._storage.stored_keys():
+        for key in storage_stack_planner(engine.scheduler).stored_keys():
             for worker in engine.workers:
                 assert worker.storage[key] in (names[key], TORN)
 

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import storage_planners
+from tests.inside import (
+    chunk_index,
+    current_namespace,
+    job_table,
+    request_table,
+    storage_planners,
+    storage_stack_planner,
+    tier_context,
+)
 from tests.storage.fakes import SharedEngine, SharedWorker, StorageEngine, StorageWorker, prompt
 from tpu_offload import CopyJob, JobResult, Match, MatchState, OffloadStats, StepPlan
 from tpu_offload.core.index import ChunkState
@@ -222,7 +230,7 @@ class Life:
                 assert all(len(self.seen.get(key, ())) >= 2 for key in stored), "a chunk of one request is stored"
             if admission == "after_hit":
                 assert self.loaded.issuperset(stored), "a chunk is stored that nobody loaded"
-        promoting = len(engine.scheduler._storage.pending())
+        promoting = len(storage_stack_planner(engine.scheduler).pending())
         assert promoting <= max(worker.num_host_chunks for worker in engine.workers) // 2, "promotions fill the host"
 
 
@@ -246,14 +254,14 @@ class _SharedLife(Life):
     def _check_match(self, name: str, found: Match, since_s: float) -> None:
         super()._check_match(name, found, since_s)
         scheduler, now_s = self.engine.scheduler, self.engine.clock.now_s
-        request = scheduler._requests[name]
+        request = request_table(scheduler)[name]
         following = request.keys[request.last_match.num_found_chunks : request.last_match.num_found_chunks + 1]
         if found.state is MatchState.ARRIVING and not any(
-            scheduler._index.state(key) is ChunkState.PENDING for key in following
+            chunk_index(scheduler).state(key) is ChunkState.PENDING for key in following
         ):
             assert found.until_s is not None
             assert found.until_s <= since_s + self.lookup_wait_s, "a request waits too long for a lookup"
-            planned_s = [self.planned_s[job.job_id] for job in scheduler._jobs.of(JobKind.LOOKUP)]
+            planned_s = [self.planned_s[job.job_id] for job in job_table(scheduler).of(JobKind.LOOKUP)]
             assert all(now_s < s + self.lookup_wait_s for s in planned_s), "a request waits for a late lookup"
 
     def _arrive(self, name: str) -> None:
@@ -293,8 +301,8 @@ class _SharedLife(Life):
 
     def _check(self) -> None:
         engine = self.engine
-        namespace = engine.scheduler._context.keys.namespace
-        assert all(key.endswith(namespace) for key in engine.scheduler._storage.stored_keys()), (
+        namespace = current_namespace(engine.scheduler)
+        assert all(key.endswith(namespace) for key in storage_stack_planner(engine.scheduler).stored_keys()), (
             "it is of before the reset"
         )
         for key, num_asked in self.num_asked.items():
@@ -303,7 +311,7 @@ class _SharedLife(Life):
             assert isinstance(worker, SharedWorker)
             for key, num_missed in worker.num_missed.items():
                 assert num_missed <= worker.num_found[key], "what is gone is read again"
-        if self.is_dead and engine.scheduler._config.breaker_failures:
+        if self.is_dead and tier_context(engine.scheduler).config.breaker_failures:
             assert len(self.planned_s) <= 3 + _MAX_UNANSWERED, "a dead server is asked too often"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import storage_planner
+from tests.inside import storage_planner, write_candidates
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.config import StorageAdmission
 from tpu_offload.core.storage.admission import AdmissionFilter
@@ -108,7 +108,7 @@ def test_a_load_counts_for_the_chunks_that_hbm_had_before_it():
     engine.fill(A)
     engine.scheduler.match("b", engine.hashes(A), num_tokens=16, num_computed_tokens=2 * BLOCK_SIZE)
     engine.scheduler.admit("b", [[1, 2, 3, 4]], num_loaded_tokens=7)
-    assert list(storage_planner(engine.scheduler).writes._candidates) == engine.keys(A)
+    assert list(write_candidates(storage_planner(engine.scheduler))) == engine.keys(A)
 
 
 def test_what_has_had_a_hit_is_demoted():

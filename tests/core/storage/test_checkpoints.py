@@ -7,7 +7,15 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.core.window_engine import WindowEngine, window_layout
-from tests.inside import storage_planner, storage_planners
+from tests.inside import (
+    checkpoint_table,
+    chunk_index,
+    current_namespace,
+    storage_planner,
+    storage_planners,
+    tier_context,
+    write_candidates,
+)
 from tests.storage.checkpoint_lives import (
     CheckpointLife,
     CheckpointWorker,
@@ -63,7 +71,7 @@ def hashes(engine: WindowEngine, tokens: list[int]) -> list[BlockHash]:
 
 
 def end_key(engine: WindowEngine, tokens: list[int], num_chunks: int) -> ChunkKey:
-    return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + engine.scheduler._context.keys.namespace)
+    return ChunkKey(hashes(engine, tokens)[num_chunks - 1] + current_namespace(engine.scheduler))
 
 
 def end_keys(engine: WindowEngine, tokens: list[int]) -> list[ChunkKey]:
@@ -158,7 +166,7 @@ def test_chunks_without_a_checkpoint_are_not_read(num_rows):
 def test_a_checkpoint_behind_chunks_of_the_host_tier_is_read_alone(num_rows):
     engine = make(num_rows=num_rows, num_host_chunks=60)
     serve(engine, "a", A)
-    index = engine.scheduler._index
+    index = chunk_index(engine.scheduler)
     checkpoint = index.checkpoints.get(end_key(engine, A, 6))
     assert checkpoint is not None
     index.checkpoints.drop(checkpoint)
@@ -217,7 +225,7 @@ def test_a_piece_is_not_read_twice_at_a_time(num_rows):
         worker.in_flight = [entry for entry in worker.in_flight if entry not in held]
         engine.apply(worker, results[0] + worker.finish())
         found = match(engine, "again", A)
-    engine.scheduler._index.clear()
+    chunk_index(engine.scheduler).clear()
     reads: list[ChunkKey] = []
     for _ in range(10):
         found = match(engine, "again", A)
@@ -260,7 +268,7 @@ def test_pieces_are_read_after_all_chunks_before_them(num_rows):
     kinds = []
     while found.state is MatchState.ARRIVING:
         plan, results = engine.step()
-        index = engine.scheduler._index
+        index = chunk_index(engine.scheduler)
         for job in plan.of(JobKind.PROMOTE):
             kinds.append([key in index for key, _ in job.chunks])
             if not all(kinds[-1]):
@@ -301,7 +309,7 @@ def test_a_checkpoint_that_is_soon_superseded_is_not_written(num_rows):
     engine.remove("a")
     rest(engine)
     assert len(ends) > num_before
-    last = request.hashes[request.num_computed // BLOCK_SIZE - 1] + engine.scheduler._context.keys.namespace
+    last = request.hashes[request.num_computed // BLOCK_SIZE - 1] + current_namespace(engine.scheduler)
     assert last in ends
 
 
@@ -310,7 +318,7 @@ def test_chunks_and_pieces_may_be_in_different_tiers(num_rows):
     serve(engine, "a", A)
     push_out(engine)
     near, far = storage_planners(engine.scheduler)
-    namespace = engine.scheduler._context.keys.namespace
+    namespace = current_namespace(engine.scheduler)
     for name in list(near.records.stored):
         if name.endswith(namespace):
             near.records.forget(name)
@@ -354,7 +362,7 @@ def test_a_tier_that_is_as_large_as_a_checkpoint_is_written(caplog):
 
 
 def last_checkpoint(engine: WindowEngine) -> Checkpoint:
-    return next(reversed(engine.scheduler._index.checkpoints._table.values()))
+    return next(reversed(checkpoint_table(engine.scheduler).values()))
 
 
 @pytest.mark.parametrize(("num_rows", "max_gb"), [(0, 1.0), (40, 1.0), (40, 1e-9)])
@@ -387,7 +395,7 @@ def test_checkpoints_are_written_however_many_chunks_wait(num_rows, max_gb):
             _, results = engine.step({"a": len(tokens) - request.num_computed})
             engine.apply(engine.workers[0], results[0] + engine.workers[0].finish())
         engine.remove("a")
-        assert tier.writes._candidates
+        assert write_candidates(tier)
     assert len(tier.records.may_end_at()) >= 3
     rest(engine)
 
@@ -426,11 +434,11 @@ def test_pieces_are_looked_up_once_however_many_boundaries_lack_one(monkeypatch)
     layout = window_layout((num_chunks * BLOCK_SIZE - BLOCK_SIZE + 1,) * num_groups)
     config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=2000, num_cpu_chunks=8, save_on="compute")
     scheduler = OffloadScheduler(config, layout)
-    assert scheduler._context.window_chunks == (num_chunks - 1,) * num_groups
+    assert tier_context(scheduler).window_chunks == (num_chunks - 1,) * num_groups
     block_hashes: list[BlockHash] = []
     BlockHasher(layout.fingerprint(), block_size=BLOCK_SIZE).extend(block_hashes, list(range(300 * BLOCK_SIZE)))
     records = storage_planner(scheduler).records
-    keys = [ChunkKey(block_hash + scheduler._context.keys.namespace) for block_hash in block_hashes]
+    keys = [ChunkKey(block_hash + current_namespace(scheduler)) for block_hash in block_hashes]
     for key in [*keys, *(piece_key(key, group) for key in keys[101:199] for group in range(num_groups))]:
         records.add(key)
     assert len(records.may_end_at()) == num_chunks - 2
@@ -452,7 +460,7 @@ def test_a_checkpoint_that_one_step_cannot_demote_is_not_demoted_in_part():
     engine = WindowEngine((40 * BLOCK_SIZE,), workers=[worker], num_staging_blocks=200, num_cpu_chunks=100, **config)
     attach(engine)
     serve(engine, "a", list(range(45 * BLOCK_SIZE + 1)))
-    index = engine.scheduler._index
+    index = chunk_index(engine.scheduler)
     assert len(last_checkpoint(engine).slots) == 40
     assert index.checkpoints.evict_one(()) is not None
     assert not [job for plan in rest(engine) for job in plan.of(JobKind.DEMOTE)]
@@ -461,12 +469,12 @@ def test_a_checkpoint_that_one_step_cannot_demote_is_not_demoted_in_part():
 
 def test_a_state_has_as_many_records_as_it_needs():
     engine = make(num_rows=40)
-    layout, config = engine.layout, engine.scheduler._config
+    layout, config = engine.layout, tier_context(engine.scheduler).config
     assert layout.state_group is not None
     assert config.records_per_state(layout) == -(-layout.state_group.block_nbytes // layout.block_nbytes)
     serve(engine, "a", A)
     records = storage_planner(engine.scheduler).records
-    namespace = engine.scheduler._context.keys.namespace
+    namespace = current_namespace(engine.scheduler)
     parts = [name for name in records.stored if not name.endswith(namespace)]
     assert len(parts) == config.records_per_state(layout) * len(records.may_end_at()) > 0
 
@@ -533,7 +541,7 @@ def test_an_engine_finds_the_checkpoint_of_a_shared_prefix(num_rows):
 
 def test_checkpoints_that_nobody_has_are_asked_for_once(num_rows):
     first = away(num_rows=num_rows)
-    namespace = first.scheduler._context.keys.namespace
+    namespace = current_namespace(first.scheduler)
     chunks = {name: content for name, content in worker_of(first).storages[0].items() if name.endswith(namespace)}
     other = share(make(num_rows=num_rows))
     worker_of(other).storages[0].update(chunks)

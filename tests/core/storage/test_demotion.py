@@ -1,9 +1,11 @@
 """Chunks that the host tier evicts are written to storage: from their slots, before others are written there."""
 
+from typing import Any
+
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside import storage_planner
+from tests.inside import save_planner, storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
 from tpu_offload.types import JobKind
@@ -217,7 +219,7 @@ def test_a_plan_that_raises_keeps_what_is_to_be_demoted_for_the_next():
     for tokens in (A, B, C):
         engine.fill(tokens)
     engine.match("a", A)
-    saves = engine.scheduler._saves
+    saves: Any = save_planner(engine.scheduler)
     plan, saves.plan = saves.plan, None
     with pytest.raises(TypeError):
         engine.scheduler.plan_step()

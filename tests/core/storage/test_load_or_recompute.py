@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.fakes import LAYOUT, Clock
 from tests.grids import few
+from tests.inside import tier_context
 from tests.storage.memory_tier import NAME
 from tpu_offload import (
     BlockHasher,
@@ -203,10 +204,10 @@ def test_reads_that_vary_are_waited_for():
 def test_before_anything_is_measured_it_loads():
     world = World(LoadMode.AUTO, rate=BREAK_EVEN)
     world.serve(1, 4096)
-    world.scheduler._context.costs._prefill = TwoTermFit()
+    tier_context(world.scheduler).costs._prefill = TwoTermFit()
     for number in range(2, 5):
         world.serve(number, 100 * CHUNK_TOKENS)
-        world.scheduler._context.costs._prefill = TwoTermFit()
+        tier_context(world.scheduler).costs._prefill = TwoTermFit()
     found = world.scheduler.match("x", world.hashes(1, 4096), num_tokens=4096, num_computed_tokens=0)
     assert (found.state, found.until_s) == (MatchState.ARRIVING, world.clock.now_s + 0.5)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import storage_planner
+from tests.inside import lookup_planner, storage_planner, storage_stack_planner, write_candidates
 from tests.storage.fakes import SharedEngine, StorageEngine, prompt
 from tests.storage.lives import live_shared
 from tpu_offload import JobResult, JobState, MatchState, RequestLimits
@@ -27,7 +27,7 @@ def engine():
 
 
 def lookups(engine):
-    return storage_planner(engine.scheduler)._lookups
+    return lookup_planner(storage_planner(engine.scheduler))
 
 
 def asked(plan):
@@ -36,7 +36,7 @@ def asked(plan):
 
 
 def stored(engine):
-    return set(engine.scheduler._storage.stored_keys())
+    return set(storage_stack_planner(engine.scheduler).stored_keys())
 
 
 def turn(engine, **kinds):
@@ -133,7 +133,7 @@ def test_what_others_have_stored_is_not_written_again(engine):
     engine.add("b", B)
     engine.step({"b": 16})
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert len(storage_planner(engine.scheduler).writes._candidates) == 4, "saved, and to be written"
+    assert len(write_candidates(storage_planner(engine.scheduler))) == 4, "saved, and to be written"
     storage_planner(engine.scheduler)._add_found(engine.keys(B)[:3])
     (job,) = engine.turn().of(JobKind.CASCADE)
     assert [key for key, _ in job.chunks] == engine.keys(B)[3:]
@@ -546,13 +546,13 @@ def test_a_plan_and_its_answer_are_pickled(engine):
 @interpreted_only
 def test_a_policy_that_fails_the_plan_takes_back_the_look_up(engine, monkeypatch):
     engine.match("a", A)
-    plan = engine.scheduler._storage.plan
+    plan = storage_stack_planner(engine.scheduler).plan
 
     def fail(now_s):
         plan(now_s)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(engine.scheduler._storage, "plan", fail)
+    monkeypatch.setattr(storage_stack_planner(engine.scheduler), "plan", fail)
     with pytest.raises(RuntimeError, match="injected"):
         engine.step()
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import storage_planner
+from tests.inside import chunk_index, chunk_states, eviction_policy, job_table, save_planner, storage_planner
 from tests.storage import hard_lives
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
 from tests.storage.lives import live
@@ -25,7 +25,7 @@ def away(*, num_host_chunks=4, **settings):
     engine = StorageEngine(num_host_chunks=num_host_chunks, **settings)
     engine.fill(A)
     engine.fill(prompt(2, num_blocks=num_host_chunks))
-    assert not engine.scheduler._index.find(engine.keys(A))
+    assert not chunk_index(engine.scheduler).find(engine.keys(A))
     return engine
 
 
@@ -34,7 +34,7 @@ def stored(engine):
 
 
 def states(engine, tokens):
-    return [engine.scheduler._index.state(key) for key in engine.keys(tokens)]
+    return [chunk_index(engine.scheduler).state(key) for key in engine.keys(tokens)]
 
 
 # --- cascade ------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_chunks_that_no_chain_names_are_not_read():
     engine = away(num_host_chunks=8)
     twice = [engine.hashes(A)[0]] * 3
     engine.scheduler.match("a", twice, num_tokens=12, num_computed_tokens=0)
-    assert not engine.scheduler._jobs.of(JobKind.PROMOTE)
+    assert not job_table(engine.scheduler).of(JobKind.PROMOTE)
     engine.scheduler.check_invariants()
 
 
@@ -306,7 +306,7 @@ def test_the_least_recently_used_goes():
     engine.fill(A)
     engine.fill(B)
     engine.fill(C)  # A leaves the host tier, and half of A storage
-    while engine.scheduler._index.find(engine.keys(B)):
+    while chunk_index(engine.scheduler).find(engine.keys(B)):
         engine.fill(prompt(9, num_blocks=8))
     kept = [key for tokens in (A, B, C) for key in engine.keys(tokens)[::-1] if key in stored(engine)]
     assert kept == [key for key in stored(engine) if key in kept]
@@ -405,7 +405,7 @@ def test_a_read_that_hangs_holds_nothing_of_other_jobs():
 
     def report(*in_flight):
         report = engine.workers[0].report()
-        oldest = engine.scheduler._jobs.next_job_id
+        oldest = engine.scheduler.job_ids.stop
         engine.scheduler.apply(dataclasses.replace(report, oldest_job_id=oldest, storage_job_ids=in_flight))
         engine.scheduler.check_invariants()
         return engine.scheduler.stats().num_quarantined_chunks
@@ -464,7 +464,7 @@ def test_a_reset_ends_it(kind, when):
     assert stored(engine) == []
     engine.rest()
     assert engine.match("b", A).state is MISS
-    assert not engine.scheduler._jobs.of(JobKind.PROMOTE)
+    assert not job_table(engine.scheduler).of(JobKind.PROMOTE)
     engine.fill(B, name="c")
     engine.fill(C, name="d")
     engine.rest()
@@ -484,7 +484,7 @@ def test_a_worker_that_starts_anew_has_lost_its_storage(kind):
     else:
         engine.match("a", A)
     engine.step()
-    assert engine.scheduler._jobs.of(kind)
+    assert job_table(engine.scheduler).of(kind)
     engine.workers[1] = fresh = StorageWorker(1, incarnation=2)
     fresh.hbm = dict(engine.workers[0].hbm)
     engine.apply(fresh, [])
@@ -497,7 +497,7 @@ def test_a_worker_that_starts_anew_has_lost_its_storage(kind):
             results=(),
             num_host_slots=report.num_host_slots,
             incarnation=2,
-            oldest_job_id=engine.scheduler._jobs.next_job_id,
+            oldest_job_id=engine.scheduler.job_ids.stop,
         )
     )
     engine.rest()
@@ -576,7 +576,7 @@ def test_a_kind_that_keeps_failing_is_suspended_and_tried_again(kind):
 def test_a_plan_that_raises_leaves_nothing_behind():
     engine = away()
     engine.match("a", A)
-    engine.scheduler._saves.plan = None  # raises when it is called
+    save_planner(engine.scheduler).plan = None  # type: ignore[assignment]  # raises when it is called
     with pytest.raises(TypeError):
         engine.scheduler.plan_step()
     engine.scheduler.check_invariants()
@@ -672,7 +672,7 @@ def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
     """No job would ever write those chunks, and lookups would wait for them."""
     engine = away(num_host_chunks=8)
     scheduler = engine.scheduler
-    policy = scheduler._index._policy._base
+    policy = eviction_policy(scheduler)._base
     insert = policy.insert
 
     def raises(use, keys, parent):
@@ -706,11 +706,11 @@ def test_a_match_whose_eviction_policy_raises_promises_nothing():
     def evict(num_chunks, residents):
         raise RuntimeError("injected")
 
-    policy = scheduler._index._policy
+    policy = eviction_policy(scheduler)
     policy.evict = evict
     with pytest.raises(RuntimeError, match="injected"):
         engine.match("a", A)
-    assert scheduler._context.index._states.pins == {}
+    assert chunk_states(scheduler).pins == {}
     scheduler.check_invariants()
     del policy.evict
     assert engine.match("a", A).state is ARRIVING

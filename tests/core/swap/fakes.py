@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock
+from tests.inside import job_table
 from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
@@ -144,7 +145,7 @@ class SwapEngine:
     @property
     def has_unsent_outs(self) -> bool:
         """Whether blocks that look free are yet to be copied out by the coming step."""
-        return any(job.kind is JobKind.SWAP_OUT for job in self.scheduler._jobs._planned)
+        return any(job.kind is JobKind.SWAP_OUT for job in job_table(self.scheduler)._planned)
 
     # Requests.
 
