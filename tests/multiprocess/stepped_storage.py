@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
+from tests.inside import worker_storage
 from tpu_offload import OffloadWorker
 from tpu_offload.storage import StorageSpec, StorageTier
 from tpu_offload.worker.arrays import is_ready
@@ -127,7 +128,7 @@ class SteppedStorage:
 
     def step(self, worker: OffloadWorker) -> None:
         """Before a worker reports: waits until its calls and copies have ended, if they are to end in this step."""
-        stack = worker._storage
+        stack = worker_storage(worker)
         if stack is None:
             return
         if self._num_steps_frozen:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from tests.inside import set_lockstep
 from tests.multiprocess.device import Device
 from tests.multiprocess.faulty import DispatchLog
 from tests.multiprocess.messages import Begin, End, Faults, Plans, Reply, Setup, Step
@@ -128,10 +129,8 @@ class WorkerRun:
             incarnation=self.incarnation,
         )
         worker.wait_until_allocated()
-        if self.setup.without_lockstep and worker._tier is not None:
-            parts: list[Any] = [worker._tier, worker._tier._staging, *worker._tier._groups]
-            for part in parts:
-                part._lockstep = False
+        if self.setup.without_lockstep and worker.num_host_chunks:
+            set_lockstep(worker, False)
         return worker
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.inside import one_worker, worker_storage
 from tests.soak import soak
 from tpu_offload.engine import Engine
 from tpu_offload.worker.arrays import wait_for_all
@@ -39,10 +40,11 @@ def steps_as_time(monkeypatch):
 
 def let_copies_end(engine):
     """Waits until no copy is in flight, and a while for calls of storage; not for what is made to be late."""
-    if engine._offload is None:
+    if engine.offload_stats() is None:
         return
-    worker = engine._offload._worker
-    storage, others = worker._storage, [copies for copies in worker._copies if copies is not worker._storage]
+    worker = one_worker(engine)
+    storage = worker_storage(worker)
+    others = [copies for copies in worker._copies if copies is not storage]
     copied = [getattr(token, "array", token) for copies in others for token in copies.waiting_on(all_of_them=True)]
     assert wait_for_all(copied, timeout_s=60.0)  # without it a busy machine would have other loads and preemptions
     wait_for_all(storage.waiting_on(all_of_them=True) if storage is not None else [], timeout_s=0.02)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.inside import tier_group
+from tests.inside import lost_segments, tier_group
 from tests.soak.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tests.worker.engine import FAILED, FINISHED, Engine
 from tpu_offload.errors import CachesLostError
@@ -61,7 +61,7 @@ def test_a_copy_fails(path, fault, direction, error):
     assert (result.state, result.error) == (FAILED, error)
     assert faults.counts[fault] > 0
     lost = fault in (Fault.SEGMENT_LOST, Fault.SHORT_SAVE)
-    assert (1 in engine.pool._lost) == lost
+    assert (1 in lost_segments(engine.pool)) == lost
 
 
 def test_a_block_that_is_left_out_is_not_written():

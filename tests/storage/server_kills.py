@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, final
 
 from tests.engine.helpers import TINY, make_request, random_tokens, serve
-from tests.inside import storage_planner
+from tests.inside import offload_scheduler, storage_planner
 from tests.storage import killed_server, servers, stores
 from tests.storage.killed_server import Killer
 from tests.storage.test_engine import TIGHT, make_offload, settle, tier_of
@@ -252,7 +252,7 @@ class EngineLife:
 
     def _records(self) -> set[str]:
         """The names of what the scheduler takes for stored."""
-        tier, scheduler = tier_of(self._engine), self._engine._offload._scheduler
+        tier, scheduler = tier_of(self._engine), offload_scheduler(self._engine)
         return {tier._name(key) for key in storage_planner(scheduler).records.stored}
 
     def _objects(self) -> Mapping[str, Path]:

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import TINY, make_request, num_loaded, random_tokens, rounds, serve_rounds, tokens_of
-from tests.inside import current_namespace, model_runner, offload_scheduler, offloading, one_worker, storage_planner
+from tests.inside import (
+    current_namespace,
+    engine_scheduler,
+    lookup_planner,
+    model_runner,
+    offload_scheduler,
+    offloading,
+    one_worker,
+    storage_planner,
+)
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of
@@ -160,7 +169,7 @@ def test_the_server_has_evicted_a_part_of_each_prefix(plain, where):
         (request,) = rounds()[0][:1]
         serve_slowly(first, [[request]])
         hashes: list[BlockHash] = []
-        first._scheduler._hasher.extend(hashes, request.prompt_tokens)
+        engine_scheduler(first)._hasher.extend(hashes, request.prompt_tokens)
         keys = [block_hash + current_namespace(offload_scheduler(first)) for block_hash in hashes]
         assert len(keys) == 10
         gone = {"head": 0, "middle": 5, "tail": 9}[where]
@@ -184,7 +193,7 @@ def test_a_server_that_does_not_answer_costs_a_few_waits(plain, fault):
             assert tokens_of(outputs) == others(plain, outputs)
             stats = engine.offload_stats()
             assert stats.num_failed_storage_lookups == 3
-            assert not storage_planner(offload_scheduler(engine))._lookups.breaker.closed
+            assert not lookup_planner(storage_planner(offload_scheduler(engine))).breaker.closed
             assert len(waits) <= 3, "requests that have waited"
             if fault == "freeze":
                 server.thaw()
@@ -246,7 +255,7 @@ def test_an_idle_engine_does_not_spin():
         engine.add_request(rounds()[0][0])
         timer = threading.Timer(0.2, gate.set)
         timer.start()
-        while not storage_planner(offload_scheduler(engine))._lookups._missing:
+        while not lookup_planner(storage_planner(offload_scheduler(engine)))._missing:
             engine.step()
         timer.join()
         worker.poll = poll

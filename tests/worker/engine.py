@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from tests.caches import PAGE_SHAPE, logical_pages, random_array, random_caches
+from tests.inside import host_tier, set_lockstep, tier_group
 from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
@@ -74,9 +75,7 @@ class EngineBase:
 
     def in_lockstep(self):
         """As on hosts that share a model."""
-        tier = self.worker._tier
-        for part in (tier, tier._staging, *tier._groups):
-            part._lockstep = True
+        set_lockstep(self.worker, True)
 
     def step(self):
         """A step with no jobs."""
@@ -145,7 +144,7 @@ class Engine(EngineBase):
         if "fused" in path:
             settings["block_size_buckets"] = (1, 2, 4)  # one or two chunks a step
         super().__init__(rng, caches, layout, settings, fused=offers_fused)
-        if wait and self.tier:
+        if wait and self.worker.num_host_chunks:
             self.pool.wait_until_allocated()
             self.memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
@@ -167,12 +166,11 @@ class Engine(EngineBase):
 
     @property
     def tier(self):
-        return self.worker._tier
+        return host_tier(self.worker)
 
     @property
     def group(self):
-        (group,) = self.tier._groups
-        return group
+        return tier_group(self.worker)
 
     @property
     def flights(self):
@@ -349,3 +347,18 @@ def slow_down(engine, index=0, *, ready_after=None):
     flight = engine.flights[index]
     flight.waiting_on = Slow(flight.waiting_on, ready_after)
     return flight.waiting_on
+
+
+def make_landings_slow(engine, monkeypatch):
+    """From now on what is written into slots does not end before its tokens, which are returned, are set ready."""
+    slow: list[Slow] = []
+    land = engine.storage._land
+
+    def slowly(item):
+        land(item)
+        item, tokens = engine.storage._landing[-1]
+        slow.extend(Slow(token) for token in tokens)
+        engine.storage._landing[-1] = item, slow[-len(tokens) :]
+
+    monkeypatch.setattr(engine.storage, "_land", slowly)
+    return slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.inside import tier_groups
+from tests.inside import arena_segments, host_tier, staging_usage, swap_groups, tier_groups, worker_jobs, worker_storage
 from tests.jobs import copy_job, storage_job
 from tests.storage.memory_tier import NAME
 from tests.worker.engine import (
@@ -188,13 +188,13 @@ def start_staged_load(engine):
 def test_a_load_is_written_when_its_last_page_group_is():
     engine = Engine("staged")
     load = start_staged_load(engine)
-    assert engine.worker._tier._staging.room == 6 - 2  # each block once
+    assert staging_usage(engine.worker).room == 6 - 2  # each block once
     first, *others = engine.groups
     first.resume(engine.caches, step_id=99)
-    assert engine.worker._jobs.take_written() == ()
+    assert worker_jobs(engine.worker).take_written() == ()
     for group in others:
         group.resume(engine.caches, step_id=99)
-    assert engine.worker._jobs.take_written() == (load.job_id,)
+    assert worker_jobs(engine.worker).take_written() == (load.job_id,)
     assert engine.states() == {load.job_id: FINISHED}
     engine.expect(load)
     engine.check_caches()
@@ -205,7 +205,7 @@ def test_a_load_that_is_cancelled_between_page_groups():
     load = start_staged_load(engine)
     engine.groups[0].resume(engine.caches, step_id=99)
     engine.step(cancel=[load.job_id])
-    assert engine.worker._jobs.take_written() == ()
+    assert worker_jobs(engine.worker).take_written() == ()
     assert engine.states() == {load.job_id: CANCELLED}
 
 
@@ -314,7 +314,7 @@ def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch)
     engine = Engine(**STORAGE)
     engine.run(engine.save(range(12), range(12)))
     engine.run(engine.move(JobKind.CASCADE, (1, 0)))
-    first, second, *_ = engine.worker._storage._copiers[0]
+    first, second, *_ = worker_storage(engine.worker)._copiers[0]
     write = first.write
     monkeypatch.setattr(first, "write", lambda *args: (write(*args), Poisoned())[1])
     monkeypatch.setattr(second, "write", broken(INJECTED))
@@ -344,8 +344,8 @@ def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monke
 
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     engine = Engine()
-    assert engine.worker._tier.pools.advance()[0] == (0,)
-    assert max(len(group.memory.arena._segments) for group in engine.groups) <= 1
+    assert host_tier(engine.worker).pools.advance()[0] == (0,)
+    assert max(len(arena_segments(group.memory.arena)) for group in engine.groups) <= 1
 
 
 def test_closing_stops_every_allocation_before_it_waits_for_the_first(monkeypatch, caplog):
@@ -362,7 +362,7 @@ def test_closing_stops_every_allocation_before_it_waits_for_the_first(monkeypatc
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 20.0)
     engine = Engine(wait=False, swap_gb=0.001)
-    stops += [group.memory.arena._stop for group in (*engine.groups, *engine.worker._swap._groups)]
+    stops += [group.memory.arena._stop for group in (*engine.groups, *swap_groups(engine.worker))]
     assert len(stops) == 6
     is_closing.set()
     with caplog.at_level(logging.ERROR):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import tokens
+from tests.inside import arena_segments, host_tier, tier_groups
 from tests.worker.test_windows import PAGE_SHAPE, real_engine
 from tpu_offload import HostDivision, OffloadWorker, StepPlan
 from tpu_offload.kernels.reference import as_bytes
@@ -24,12 +25,12 @@ def engine_and_worker() -> tuple[Any, OffloadWorker]:
 
 
 def arenas(worker: Any) -> list[Any]:
-    return [group.memory.arena for group in worker._tier._groups]
+    return [group.memory.arena for group in tier_groups(worker)]
 
 
 def nbytes(worker: OffloadWorker) -> int:
     """Bytes of host memory that both pools have."""
-    return sum(stripe.nbytes for arena in arenas(worker) for segment in arena._segments for stripe in segment)
+    return sum(stripe.nbytes for arena in arenas(worker) for segment in arena_segments(arena) for stripe in segment)
 
 
 def divide(worker: OffloadWorker, number: int, chunks: int, states: int) -> None:
@@ -66,12 +67,12 @@ def test_a_freed_segment_is_freed_and_the_others_keep_their_bytes() -> None:
     for i in range(15):
         engine.serve(f"a{i}", tokens(6, start=100 * i))
     of_chunks = arenas(worker)[0]
-    freed = [stripe for segment in of_chunks._segments[10:] for stripe in segment]
-    before = [as_bytes(np.asarray(stripe)) for segment in of_chunks._segments[:10] for stripe in segment]
+    freed = [stripe for segment in arena_segments(of_chunks)[10:] for stripe in segment]
+    before = [as_bytes(np.asarray(stripe)) for segment in arena_segments(of_chunks)[:10] for stripe in segment]
     divide(worker, 1, 10, 20)
     assert settle(worker, 30 * 2048) == (20, 100)
     assert all(stripe.is_deleted() for stripe in freed)
-    after = [as_bytes(np.asarray(stripe)) for segment in of_chunks._segments for stripe in segment]
+    after = [as_bytes(np.asarray(stripe)) for segment in arena_segments(of_chunks) for stripe in segment]
     np.testing.assert_equal(after, before)
 
 
@@ -112,7 +113,7 @@ def test_a_segment_that_cannot_be_allocated_lowers_what_is_reported(monkeypatch:
 
 def test_a_segment_in_use_is_freed_later() -> None:
     worker: Any = engine_and_worker()[1]
-    group = worker._tier._groups[0]
+    group: Any = tier_groups(worker)[0]
 
     class Flight:
         segment_id = 12
@@ -120,7 +121,7 @@ def test_a_segment_in_use_is_freed_later() -> None:
     divide(worker, 1, 10, 20)
     group.flights.append(Flight())
     for _ in range(3):
-        worker._tier.pools.advance()
+        host_tier(worker).pools.advance()
     assert group.memory.arena.num_segments_ready == 15
     group.flights.clear()
     assert settle(worker, 30 * 2048) == (20, 100)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_array
+from tests.inside import arena_segments, lost_segments, worker_jobs
 from tests.jobs import host_block_ids
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
@@ -166,7 +167,7 @@ class Life:
             self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
         pool = self.engine.pool
-        for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
+        for segment_id in sorted(lost_segments(pool) - pool._rebuilt.keys()):
             if rng.random() < 0.5:
                 self.rebuild(pool._structs, segment_id, pool._rebuilt)
 
@@ -244,8 +245,8 @@ class Life:
         pool = self.engine.pool
         for place in sorted(set(range(len(self.engine.host))) - self.unknown_places):
             segment_id, row = divmod(place, self.engine.spec.segment_blocks)
-            segment = pool._segments[segment_id]
-            if segment_id in pool._lost or any(part.is_deleted() for part in segment):
+            segment = arena_segments(pool)[segment_id]
+            if segment_id in lost_segments(pool) or any(part.is_deleted() for part in segment):
                 assert self.live, "a segment is lost, and no result is left to report it"
             else:
                 found = np.concatenate([self.engine.page_bytes(np.asarray(part)[row : row + 1])[0] for part in segment])
@@ -258,7 +259,7 @@ class Life:
             self.step(quiet=True)
         assert not self.live, "jobs that never end"
         assert not self.engine.flights
-        assert not self.worker._jobs._jobs
+        assert not worker_jobs(self.worker)._jobs
         assert not self.engine.tier.awaits_pass
         self.check()
         self.worker.close()

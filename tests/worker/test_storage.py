@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.inside import slot_pools, storage_calls, storage_copies, worker_storage, worker_storage_tier
 from tests.jobs import key_of, storage_job
 from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
 from tests.worker.engine import (
@@ -19,8 +20,8 @@ from tests.worker.engine import (
     PATHS,
     Engine,
     Poisoned,
-    Slow,
     forward,
+    make_landings_slow,
     wait_until_rebuilt,
 )
 from tpu_offload.config import OffloadConfig
@@ -45,11 +46,11 @@ class StorageEngine(Engine):
 
     @property
     def storage(self):
-        return self.worker._storage.tiers[0]
+        return storage_copies(self.worker)
 
     @property
     def disk(self):
-        return self.storage._io.tier
+        return worker_storage_tier(self.worker)
 
     def move(self, kind, chunks, deleted=()):
         return storage_job(self.new_job_id(), kind, chunks, deleted=deleted)
@@ -459,7 +460,7 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     engine.step(saves=[cascade])
     engine.expect_stored(cascade)
     assert engine.done(cascade).state is FINISHED
-    (copier,) = engine.storage._pools[0].copiers
+    (copier,) = slot_pools(engine.worker)[0].copiers
     real = copier.write
     if when == "at dispatch":
 
@@ -470,7 +471,7 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
 
         copier.write = take
     else:
-        copier.write = lambda *args: real(*args) and Poisoned()
+        copier.write = lambda *args: real(*args) and Poisoned()  # type: ignore[assignment]
     promote = engine.promote((1, 1))
     engine.step(loads=[promote])
     results: dict[int, JobState] = {}
@@ -498,21 +499,6 @@ def fused_engine():
     engine.expect_stored(cascade)
     assert engine.done(cascade).state is FINISHED
     return engine
-
-
-def make_landings_slow(engine, monkeypatch):
-    """From now on what is written into slots does not end before its tokens, which are returned, are set ready."""
-    slow: list[Slow] = []
-    land = engine.storage._land
-
-    def slowly(item):
-        land(item)
-        item, tokens = engine.storage._landing[-1]
-        slow.extend(Slow(token) for token in tokens)
-        engine.storage._landing[-1] = item, slow[-len(tokens) :]
-
-    monkeypatch.setattr(engine.storage, "_land", slowly)
-    return slow
 
 
 def test_no_segment_goes_into_the_forward_pass_while_a_promotion_is_written(monkeypatch):
@@ -543,13 +529,13 @@ def test_no_promotion_is_written_while_the_forward_pass_has_a_segment(monkeypatc
     engine.caches = engine.worker.begin_step(plan, engine.caches, fuse=True)
     fused = engine.worker.fused_step()
     assert fused.inputs is not None
-    while not engine.storage._io.done:
+    while not storage_calls(engine.storage).done:
         time.sleep(0.001)
     looks, collect = itertools.count(), engine.worker._collect
     monkeypatch.setattr(engine.worker, "_collect", lambda: (next(looks), collect()))
     engine.worker.poll(wait=True)
     assert next(looks) < 5, "it spins until the pass is back"
-    assert engine.storage._io.done, "read, and left for later"
+    assert storage_calls(engine.storage).done, "read, and left for later"
     engine.caches, outcome = forward(engine.caches, *fused)
     engine.worker.end_step(plan, engine.caches, outcome)
     engine.expect_saved(save)
@@ -704,7 +690,7 @@ def test_no_tier_is_made_without_host_memory():
     layout = KVLayout.from_caches(caches, block_size=4)
     config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=1, skip_jax_precompile=True)
     worker = OffloadWorker(config, layout, caches, available=1)
-    assert worker._storage is None
+    assert worker_storage(worker) is None
     assert not worker.has_flights
     worker.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from tests.inside import worker_storage_tier
 from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, NAME, SHARED, MemoryTier
 from tests.worker.test_storage import FAILED, FINISHED, SIZE, StorageEngine
@@ -25,7 +26,7 @@ class TwoTiers(StorageEngine):
 
     @property
     def far(self):
-        return self.worker._storage.tiers[1]._io.tier
+        return worker_storage_tier(self.worker, 1)
 
 
 def on_far(job):

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.caches import random_caches
+from tests.inside import host_tier, slot_pools, storage_copies, worker_storage_tier
 from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, MemoryTier
-from tests.worker.engine import FAILED, FINISHED, EngineBase, Slow
+from tests.worker.engine import FAILED, FINISHED, EngineBase, make_landings_slow
 from tpu_offload.cli.main import main
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
@@ -88,21 +89,21 @@ class StateEngine(EngineBase):
         }
         super().__init__(rng, caches, layout, host | storage | settings)
         self.worker.wait_until_allocated()
-        (pools,) = self.worker._storage._pools.values()
+        pools = slot_pools(self.worker)
         self.first_state = pools[1].first_slot if len(pools) > 1 else sys.maxsize
         self.step_id = 0
 
     @property
     def storage(self):
-        return self.worker._storage.tiers[0]
+        return storage_copies(self.worker)
 
     @property
     def disk(self):
-        return self.storage._io.tier
+        return worker_storage_tier(self.worker)
 
     @property
     def memories(self):
-        return [memory for of_pool in self.worker._tier.pools.memories() for memory in of_pool]
+        return [memory for of_pool in host_tier(self.worker).pools.memories() for memory in of_pool]
 
     def host(self):
         """Per page group, the bytes of its memory, in slots: of chunks blocks together, of states rows."""
@@ -115,7 +116,7 @@ class StateEngine(EngineBase):
 
     def places(self, slot):
         """Per page group, the index of a slot in `host`; None if it is of another pool."""
-        is_state, num = slot >= self.first_state, len(self.worker._tier.pools.memories()[0])
+        is_state, num = slot >= self.first_state, len(host_tier(self.worker).pools.memories()[0])
         return [
             (slot - self.first_state if is_state else slot) if (i >= num) == is_state else None
             for i in range(len(self.memories))
@@ -369,7 +370,7 @@ def test_slots_in_which_nothing_is_are_not_written():
 def test_a_state_that_was_lost_in_one_of_its_arrays_is_not_written(group):
     engine = StateEngine()
     engine.fill([0, engine.state(1)])
-    engine.worker._tier.pools.memories()[1][group].lost[0, 1] = True
+    host_tier(engine.worker).pools.memories()[1][group].lost[0, 1] = True
     engine.run(engine.cascade((state(1), engine.state(1))), FAILED)
     assert engine.disk.values == {}
 
@@ -391,7 +392,7 @@ def test_a_promotion_makes_its_slot_readable():
 
 def test_a_slot_of_neither_pool_fails_its_job():
     engine = StateEngine()
-    chunks, states = (pool.slots for pool in engine.worker._storage._pools[0])
+    chunks, states = (pool.slots for pool in slot_pools(engine.worker))
     assert chunks.start == 0 < chunks.stop < states.start == engine.first_state < states.stop
     assert engine.first_state == engine.worker.poll().setup.segment_slots[0] * (NUM_SEGMENTS - 1), "one is for states"
     for slot in (-1, chunks.stop, states.start - 1, states.stop):
@@ -410,7 +411,7 @@ def divide(engine, number, chunks, states):
 
 def test_slots_follow_the_division_of_memory():
     engine, stored = engine_with_a_state()
-    last = engine.worker._storage._pools[0][1].slots[-1]
+    last = slot_pools(engine.worker)[1].slots[-1]
     divide(engine, 1, 5, 15)
     host = engine.host()
     engine.run(engine.promote((state(1), last + 5)))
@@ -427,20 +428,12 @@ def test_slots_follow_the_division_of_memory():
 @pytest.mark.parametrize("when", ["while it is read", "while it is written"])
 def test_a_promotion_into_memory_that_is_freed_fails(when, monkeypatch):
     engine, stored = engine_with_a_state()
-    last = engine.worker._storage._pools[0][1].slots[-1]
+    last = slot_pools(engine.worker)[1].slots[-1]
     slow: list[Any] = []
     if when == "while it is read":
         engine.disk.gates["read"] = gate = threading.Event()
     else:
-        land = engine.storage._land
-
-        def slowly(item):
-            land(item)
-            item, tokens = engine.storage._landing[-1]
-            slow.extend(map(Slow, tokens))
-            engine.storage._landing[-1] = item, slow[-len(tokens) :]
-
-        monkeypatch.setattr(engine.storage, "_land", slowly)
+        slow = make_landings_slow(engine, monkeypatch)
     job = engine.promote((state(1), last), (chunk(1), 0))
     engine.step(job)
     while when == "while it is written" and len(slow) < 3:  # two arrays of the state, one of the chunk

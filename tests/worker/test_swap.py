@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import DTYPES, random_caches
+from tests.inside import swap_groups
 from tests.jobs import copy_job
 from tests.worker.engine import FAILED, FINISHED, EngineBase, Poisoned, broken, ending_with, wait_until_rebuilt
 from tpu_offload import CopyJob, CopyPart, HostStore, JobKind, KVLayout, OffloadConfig, OffloadWorker, StepPlan
@@ -43,7 +44,7 @@ class Engine(EngineBase):
         super().__init__(rng, caches, layout, settings)
         self.worker.wait_until_allocated()
         self.report = self.worker.poll()
-        self.groups = self.worker._swap._groups
+        self.groups = swap_groups(self.worker)
 
     def job(self, kind, *parts):
         job_id = self.new_job_id()

@@ -12,6 +12,7 @@ from tests.caches import random_caches
 from tests.core.fakes import POISON, ROWS, tokens
 from tests.core.window_engine import WindowEngine
 from tests.core.window_lives import RandomLife
+from tests.inside import tier_groups
 from tpu_offload import (
     ConfigError,
     CopyJob,
@@ -187,15 +188,15 @@ def test_states_are_saved_and_loaded(path) -> None:
 def test_states_have_a_pool_of_their_own_and_are_copied_directly(path) -> None:
     engine = real_engine(path, (), num_rows=40, num_cpu_chunks=60, host_segment_gb=2e-6)
     worker: Any = engine.workers[0]
-    tier = worker.worker._tier
-    of_attention, conv, recurrent = tier._groups
+    groups = tier_groups(worker.worker)
+    of_attention, conv, recurrent = groups
     layout = engine.layout
     assert layout.state_group is not None
     # Half of 60 chunks each, in segments of 2,147 bytes: rows have 352 bytes, blocks 1,024.
     assert (worker.worker.num_host_chunks, worker.worker.num_host_states) == (30, 75)
-    assert [group.memory.spec.segment_blocks for group in tier._groups] == [2, 5, 5]
-    assert [group.memory.arena.num_segments_ready for group in tier._groups] == [15, 15, 15]
-    assert [group.memory.num_segments for group in tier._groups] == [29, 29, 29], "at most"
+    assert [group.memory.spec.segment_blocks for group in groups] == [2, 5, 5]
+    assert [group.memory.arena.num_segments_ready for group in groups] == [15, 15, 15]
+    assert [group.memory.num_segments for group in groups] == [29, 29, 29], "at most"
     assert [type(copier).__name__ for group in (conv, recurrent) for copier in group.copiers.values()] == [
         "DirectCopier"
     ] * 4
@@ -245,7 +246,7 @@ def test_lost_memory_of_states_is_reported_as_such(number, monkeypatch) -> None:
     for i in range(8):
         engine.serve(f"a{i}", tokens(6, start=100 * i))
     assert engine.scheduler.stats().num_states == 8
-    group = worker.worker._tier._groups[number]
+    group = tier_groups(worker.worker)[number]
     group.memory.check_segment(1, lost=True)  # rows 5 to 7, of 5 to 9
     report = worker.worker.poll()
     assert report.results == (), "it comes with the result of the copy that failed"
