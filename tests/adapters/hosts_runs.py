@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.adapters.llm_runs import CONNECTOR, ENGINE, MODELS, _sampling
 from tests.adapters.rank_runs import install_probes, states_of_ranks
+from tests.inside import connector_scheduler
 
 _SCARCE_NBYTES = 1_000_000  # free memory of host 1
 
@@ -60,7 +61,7 @@ class HostsRun:
         from vllm import TokensPrompt
 
         for number in range(200):
-            if not self._core.scheduler.connector.scheduler_side._offload.has_jobs:
+            if not connector_scheduler(self._core.scheduler.connector.scheduler_side).has_jobs:
                 return
             self._llm.generate([TokensPrompt(prompt_token_ids=[3 + number])], _sampling({}), use_tqdm=False)
         raise AssertionError("copies are in flight for ever")
@@ -69,7 +70,7 @@ class HostsRun:
         """The library's counters, and the chunks that each host has memory for."""
         side = self._core.scheduler.connector.scheduler_side
         side.check_invariants()
-        stats = side._offload.stats()
+        stats = connector_scheduler(side).stats()
         counts = {name: getattr(stats, name) for name in stats.__slots__}
         return counts | {"num_host_chunks_of": self._executor.collective_rpc(num_host_chunks)}
 

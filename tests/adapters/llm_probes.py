@@ -9,7 +9,7 @@ import os
 import signal
 from typing import Any
 
-from tests.inside import tier_groups
+from tests.inside import arena_segments, tier_groups, worker_storage_tier
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
@@ -103,7 +103,7 @@ def shuffle_host_memory(worker: Any, group: int | None = None) -> None:
     for copies in groups if group is None else [groups[group]]:
         pool = copies.memory.arena
         pool.wait_until_allocated()
-        for i, segment in enumerate(pool._segments):
+        for i, segment in enumerate(arena_segments(pool)):
             pool.replace(i, [_rolled(part) for part in segment])
 
 
@@ -157,7 +157,8 @@ def lose_caches(worker: Any, skip: list[int], method: str = "load", group: int =
 
 def break_reads(worker: Any, times: int) -> None:
     """Has the next reads of the nearest storage tier fail."""
-    tier, numbers = worker._storage.tiers[0]._io.tier, itertools.count()
+    tier: Any = worker_storage_tier(worker)
+    numbers = itertools.count()
     read = tier.read
 
     def fail(*args: Any) -> None:

@@ -50,7 +50,7 @@ from tests.adapters.llm_probes import (
     shuffle_host_memory,
     simulated_hbm,
 )
-from tests.inside import tier_groups
+from tests.inside import connector_scheduler, tier_groups
 from tests.ports import free_ports
 
 QWEN3 = {
@@ -414,7 +414,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         return state
     side = scheduler.connector.scheduler_side
     side.check_invariants()
-    stats = side._offload.stats()
+    stats = connector_scheduler(side).stats()
     return state | {
         "stats": {name: getattr(stats, name) for name in stats.__slots__},
         "num_active": len(side._active) + len(side._promised),

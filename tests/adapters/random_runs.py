@@ -17,7 +17,7 @@ from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, PAGE_SHAPE, VOCA
 from tests.adapters.kv_router import KVRouter
 from tests.adapters.random_modes import MODES
 from tests.adapters.scheduler_stack import Stack, take_caches
-from tests.inside import tier_groups
+from tests.inside import last_report, tier_groups
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 
@@ -54,7 +54,7 @@ def delay(worker, rng: random.Random, rate: float) -> None:
 
     def poll(*, wait: bool = False):
         if not wait and rng.random() < rate:
-            last = worker._make_report(worker._reported)
+            last = last_report(worker)
             return StepReport(worker_id=last.worker_id, results=(), num_host_slots=last.num_host_slots)
         return real(wait=wait)
 

@@ -37,7 +37,7 @@ from tests.adapters.engine_config import EOS, kv_cache_config, make_config
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix
 from tests.adapters.hashed_passes import Passes
 from tests.adapters.hashed_runner import Runner
-from tests.inside import tier_group, tier_groups
+from tests.inside import connector_scheduler, request_table, tier_group, tier_groups
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
@@ -145,7 +145,7 @@ class Stack:
 
     @property
     def offload(self):
-        return self.side._offload
+        return connector_scheduler(self.side)
 
     @property
     def workers(self):
@@ -267,7 +267,7 @@ class Stack:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0
             assert stats.staging_reserved_blocks == 0 or silent_worker
-            assert not self.offload._requests
+            assert not request_table(self.offload)
         for connector in self.connectors:
             assert not connector.worker_side._unreported_loads
             assert not connector.worker_side._reported_loads

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
+from tests.inside import request_table
 from tpu_offload import RequestLimits
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 
@@ -120,7 +121,7 @@ def test_limits_survive_a_preemption_and_end_with_the_request():
     stack.drain()
     assert stack.offload.stats().saved_blocks == saved
     assert stack.side._limits == {}
-    assert stack.offload._requests._limits == {}
+    assert request_table(stack.offload)._limits == {}
     assert serve(stack, "a", prompt(40, seed=3)) == 0
     assert stack.offload.stats().saved_blocks == saved + 5
     stack.check_end()

@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import Stack, lose_caches, make_stack, prompt, save_prompt
+from tests.inside import last_report
 from tpu_offload.adapters.vllm import worker_side
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -237,7 +238,7 @@ def test_copies_into_lost_caches_are_ignored():
     stack.serve("a2", other)
     stack.scheduler.reset_prefix_cache()
     (worker,) = stack.workers
-    worker.poll, poll = lambda wait=False: worker._make_report(worker._reported), worker.poll
+    worker.poll, poll = lambda wait=False: last_report(worker), worker.poll
     stack.add("b", tokens)  # written, but not yet observed to finish
     stack.step()
     assert stack.offload.stats().num_jobs_in_flight == 1

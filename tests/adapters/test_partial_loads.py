@@ -4,7 +4,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt, save_prompt
-from tests.inside import tier_group
+from tests.inside import storage_planner, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -227,7 +227,7 @@ def test_a_cascade_in_a_step_with_invalid_blocks_ends_with_it():
     storage = {"storage_tier": "tests.storage.memory_tier:MemoryTier", "num_storage_chunks": 100}
     stack, tokens = make(sync_load=True, **storage)
     stack.drain()
-    planner = stack.offload._storage.tiers[0]
+    planner = storage_planner(stack.offload)
     keys = list(planner.records.stored)
     assert keys
     for key in keys:

@@ -1,9 +1,12 @@
 """Prefill is measured on vLLM's steps, in simulated time, and decides between loads and recompute."""
 
+from typing import Any
+
 import pytest
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
 from tests.compiled import interpreted_only
+from tests.inside import tier_context
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
 
@@ -155,7 +158,7 @@ def test_several_workers_report_a_step_once(monkeypatch):
 
 def test_a_stall_hardly_counts(monkeypatch):
     """Such as the compilation of a shape that was not used before."""
-    estimates: list[float] = []
+    estimates: list[Any] = []
     for stall_s in (lambda step: 0.0, lambda step: 30.0 * (step % 7 == 3)):
         stack, clock = make(monkeypatch)
         device = Device(stack, clock, stall_s=stall_s)
@@ -163,7 +166,7 @@ def test_a_stall_hardly_counts(monkeypatch):
         for i in range(12):
             stack.serve(str(i), prompt(20 + i, seed=100 + i), max_tokens=1)
         assert any(stall_s(step) for step in range(len(device.steps))) == bool(estimates)
-        estimates.append(stack.offload._context.costs.recompute_s(0, 1000))
+        estimates.append(tier_context(stack.offload).costs.recompute_s(0, 1000))
         stack.close()
     assert estimates[0] == pytest.approx(seconds_of(0, 1000), rel=0.01)
     assert estimates[1] == pytest.approx(estimates[0], rel=0.01)
@@ -178,7 +181,7 @@ def test_slow_loads_are_not_made(monkeypatch, load_mode):
     stack.serve("a", tokens)
     for i in range(3):  # takes its blocks in HBM
         stack.serve(f"other {i}", prompt(40, seed=10 + i))
-    costs = stack.offload._context.costs
+    costs = tier_context(stack.offload).costs
     for num_mb in (1, 2, 4, 8):
         costs.observe_load(num_mb * 10**6, 1000.0 * num_mb + 5.0)
     assert (costs.recompute_s(0, 40) is not None) == (load_mode == "auto")

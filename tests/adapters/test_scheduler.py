@@ -17,7 +17,7 @@ from tests.adapters.scheduler_stack import (
     prompt,
     save_prompt,
 )
-from tests.inside import tier_group
+from tests.inside import last_report, load_planner, request_table, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +51,7 @@ def test_a_request_waits_for_its_load_while_others_run():
     (worker,) = stack.workers  # no load is ever written
     worker.take_written_loads = lambda: ()
     holds, poll = [True], worker.poll
-    worker.poll = lambda wait=False: worker._make_report(worker._reported) if holds else poll(wait=False)
+    worker.poll = lambda wait=False: last_report(worker) if holds else poll(wait=False)
     before = len(stack.outputs["other"])
     for _ in range(4):
         stack.step()
@@ -219,8 +219,8 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
     again = stack.add("b", tokens)
     stack.step()
     assert again.status is RequestStatus.WAITING
-    assert stack.offload._requests["b"].last_match.num_found_chunks == 2
-    assert stack.offload._requests["b"].promise is None
+    assert request_table(stack.offload)["b"].last_match.num_found_chunks == 2
+    assert request_table(stack.offload)["b"].promise is None
     held.clear()
     stack.drain()
     stack.check_end()
@@ -230,7 +230,7 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
 def test_the_wait_for_a_save_ends(wait_s):
     stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
-    stack.offload._loads._clock = lambda: now[0]
+    load_planner(stack.offload)._clock = lambda: now[0]
     held = hold_saves(stack)
     tokens = prompt(40)
     request = stack.add("a", tokens, max_tokens=2)
@@ -275,7 +275,7 @@ def test_a_match_without_admission_is_released_in_the_same_pass():
     stack.step()
     assert request.status is RequestStatus.WAITING
     assert stack.side._promised == set()
-    assert all(tracked.promise is None for tracked in stack.offload._requests.values())
+    assert all(tracked.promise is None for tracked in request_table(stack.offload).values())
     stack.abort("b")  # matched but never scheduled
     stack.drain()
     stack.check_end()

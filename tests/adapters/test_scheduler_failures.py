@@ -16,7 +16,7 @@ from tests.adapters.scheduler_stack import (
     reports_of,
     save_prompt,
 )
-from tests.inside import tier_group
+from tests.inside import chunk_index, slot_of_chunk, tier_group
 from tpu_offload import StepReport
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -167,7 +167,7 @@ def test_three_workers_that_report_in_any_order(order):
     stack.add("a", prompt(40), max_tokens=1)
     stack.step()
     stack.step()
-    assert len(stack.offload._index.find(list(stack.offload._index._tree.slot_of))) <= num_visible
+    assert len(chunk_index(stack.offload).find(list(slot_of_chunk(stack.offload)))) <= num_visible
     stack.drain()
     stack.scheduler.reset_prefix_cache()
     stack.serve("b", prompt(40))

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import broken, make_stack, prompt, save_prompt
-from tests.inside import tier_group
+from tests.inside import last_report, request_table, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 @contextlib.contextmanager
 def results_held_back(worker):
     """Copies of this worker are dispatched, but never observed to finish."""
-    worker.poll = lambda wait=False: worker._make_report(worker._reported)
+    worker.poll = lambda wait=False: last_report(worker)
     yield
     del worker.poll
 
@@ -101,14 +101,14 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
     with results_held_back(stack.workers[0]):
         for _ in range(2):
             stack.step()
-        assert stack.offload._requests["b"].num_deferred_chunks
+        assert request_table(stack.offload)["b"].num_deferred_chunks
         stack.scheduler.reset_prefix_cache(reset_running_requests=True)
         stack.add("c", prompt(47, seed=6), max_tokens=8)
         waiting = stack.scheduler.waiting
         waiting.add_request(waiting.pop_request())  # b is matched after c, and gets no blocks
         stack.step()
         assert stack.requests["b"].status is RequestStatus.PREEMPTED
-        request = stack.offload._requests.get("b")
+        request = request_table(stack.offload).get("b")
         assert request is None or not request.num_offered_chunks  # its blocks belong to another request now
     stack.drain()
     stack.scheduler.reset_prefix_cache()

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
+from tests.inside import eviction_policy
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm import settings
 from tpu_offload.adapters.vllm.names import CONNECTOR_NAME
@@ -71,7 +72,7 @@ def test_a_policy_that_cannot_be_imported_ends_the_engine_at_start():
 
 def test_a_custom_policy_is_used():
     stack = make_stack(eviction_policy="tpu_offload.core.policies.lru:LRUPolicy")
-    assert type(stack.offload._index._policy._base) is LRUPolicy
+    assert type(eviction_policy(stack.offload)._base) is LRUPolicy
 
 
 @pytest.mark.parametrize(

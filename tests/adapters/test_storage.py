@@ -2,6 +2,7 @@
 
 import os
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
 from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
+from tests.inside import load_planner, lookup_planner, storage_planner, worker_storage_tier
 from tests.storage.memory_tier import FAULTY, SHARED, SharedTier
 from tpu_offload.adapters.vllm import scheduler_side
 
@@ -115,7 +117,7 @@ def make_shared(**settings):
 
 
 def tiers(stack):
-    return [connector.worker_side.worker._storage.tiers[0]._io.tier for connector in stack.connectors]
+    return [worker_storage_tier(connector.worker_side.worker) for connector in stack.connectors]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -151,8 +153,8 @@ def test_requests_wait_no_longer_than_they_may(servers):
     (tier,) = tiers(stack)
     tier.gates["find"] = gate = threading.Event()
     now_s = [100.0]
-    lookups = stack.offload._storage.tiers[0]._lookups
-    lookups._clock = stack.offload._clock = stack.offload._loads._clock = lambda: now_s[0]
+    lookups = lookup_planner(storage_planner(stack.offload))
+    lookups._clock = stack.offload._clock = load_planner(stack.offload)._clock = lambda: now_s[0]
     request = stack.add("a", prompt(40, seed=20))
     for _ in range(5):
         stack.step()
@@ -186,7 +188,7 @@ def test_after_a_long_time_without_requests_a_reset_empties_the_storage():
 def test_a_step_that_takes_long_is_not_silence():
     """What it has saved is written after it, as after any other step."""
     stack = make_stack(storage_tier=FAULTY, storage_options="x", num_storage_chunks=64, num_blocks=24)
-    tier = stack.workers[0]._storage.tiers[0]._io.tier
+    tier: Any = worker_storage_tier(stack.workers[0])
     tier.gates["write"] = gate = threading.Event()
     now_s = [1000.0]
     stack.side._clock = lambda: now_s[0]
@@ -209,7 +211,7 @@ def test_an_engine_does_not_go_on_with_steps_for_a_disk_that_hangs(monkeypatch):
     monkeypatch.setattr(scheduler_side, "_MAX_SILENT_S", 0.2)
     storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
     stack = make_stack(**storage, num_blocks=24)
-    tier = stack.workers[0]._storage.tiers[0]._io.tier
+    tier: Any = worker_storage_tier(stack.workers[0])
     tier.gates["write"] = gate = threading.Event()
     stack.serve("a", prompt(80, seed=20))
     assert stack.side.has_jobs

@@ -96,11 +96,11 @@ def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_sc
         if not stack.scheduler.has_requests():
             break
     stack.drain()
-    resident = len(stack.offload._index)
+    resident = stack.offload.stats().num_resident_chunks
     stack.scheduler.reset_prefix_cache()
     stack.serve("again", [*stack.sequence("a").tokens[: NUM_TOKENS - 1], 1], max_tokens=1)
     stack.check()  # checks every byte that it was given
-    assert len(stack.offload._index) >= resident
+    assert stack.offload.stats().num_resident_chunks >= resident
     stack.check_end()
 
 

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
-from tests.inside import one_worker, tier_group
+from tests.inside import engine_scheduler, kv_blocks, offloading, one_worker, tier_group
 from tpu_offload import FinishedTransfer, OffloadConfig, OffloadScheduler, StatsCollector, StepReport, Update
 from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.metrics import LOAD_DURATION, METRICS, PREFIX, SAVE_DURATION, SWAP_FIELDS, VLLM_PREFIX, HistogramSpec
@@ -158,7 +158,7 @@ class LiveEngine:
         return self.engine.offload_stats()
 
     def _tap_transfers(self) -> None:
-        offload = self.engine._offload
+        offload: Any = offloading(self.engine)
         offload._scheduler = _Tapped(offload._scheduler, self.series)
 
     def serve_round(self) -> None:
@@ -171,7 +171,7 @@ class LiveEngine:
             for output in self.engine.step():
                 if output.finished:
                     self.series.observe_output(output)
-            self.series.observe_step(1 - self.engine._scheduler._blocks.num_free / SMALL.num_blocks)
+            self.series.observe_step(1 - kv_blocks(engine_scheduler(self.engine)).num_free / SMALL.num_blocks)
         self.engine.check_invariants()
 
     def fail_next_save(self) -> None:
