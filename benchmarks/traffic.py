@@ -3,9 +3,9 @@
   python benchmarks/traffic.py agent > agent.jsonl
   tpu-offload simulate --trace agent.jsonl
 
-The kinds differ in what is reused and when, which exposes a policy that suits only one of them. Nothing in
-`tpu_offload` is tuned to them. The format is that of the Mooncake traces: blocks of 512 tokens, the last block of each
-prompt partly filled.
+The kinds differ in what is reused and when, which exposes a policy that suits only one of them. By what those of
+`HELD_OUT` show no policy was changed. The format is that of the Mooncake traces: blocks of 512 tokens, the last block
+of each prompt partly filled.
 """
 
 import argparse

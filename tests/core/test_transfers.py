@@ -8,7 +8,7 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tests.inside import chunk_index, save_planner, tier_context
+from tests.inside import chunk_index, chunk_states, request_table, save_planner, tier_context
 from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff
@@ -741,7 +741,7 @@ def test_what_is_taken_of_a_promise_stands_if_the_policy_raises_when_the_rest_is
     engine = FakeEngine(num_cpu_chunks=8, workers=[FakeWorker(num_host_chunks=8)], policy=faulty[0])
     engine.serve("first", tokens(16))
     match(engine, "again", tokens(16))
-    last = engine.scheduler._index.find(engine.scheduler._requests["again"].keys)[3]
+    last = chunk_index(engine.scheduler).find(request_table(engine.scheduler)["again"].keys)[3]
     report(engine, 0, lost_slots=((0, last, last + 1),))
     faulty[1].add("remove")
     with pytest.raises(AssertionError, match="faulty"):
@@ -755,7 +755,7 @@ def test_what_is_taken_of_a_promise_stands_if_the_policy_raises_when_the_rest_is
     assert load.num_blocks == 1
     engine.scheduler.finish("again")
     engine.settle()
-    assert not engine.scheduler._index._states.pins, "nothing is pinned any more"
+    assert not chunk_states(engine.scheduler).pins, "nothing is pinned any more"
 
 
 @interpreted_only

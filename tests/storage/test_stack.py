@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.core.fakes import LAYOUT
-from tests.inside import storage_planners
+from tests.inside import storage_planners, storage_stack_planner, tier_context
 from tests.storage.fakes import StorageEngine, prompt
 from tests.storage.memory_tier import NAME
 from tests.test_config import make_layout
@@ -303,7 +303,7 @@ def setup_of(config, **fields):
 
 def test_a_worker_that_starts_lists_what_each_of_its_tiers_has():
     engine = make()
-    config = engine.scheduler._config
+    config = tier_context(engine.scheduler).config
     a, b = engine.keys(A), engine.keys(B)
     setup = setup_of(config, stored_keys=(tuple(a), tuple(b + a)), shares_storage=(False, False))
     assert pickle.loads(pickle.dumps(setup)) == setup
@@ -338,7 +338,7 @@ def test_a_worker_that_starts_lists_what_each_of_its_tiers_has():
 def test_an_invalid_list_is_ignored_with_its_report(wrong):
     engine = make()
     good = {"stored_keys": ((), ()), "shares_storage": (False, False)}
-    setup = setup_of(engine.scheduler._config, **(good | wrong))
+    setup = setup_of(tier_context(engine.scheduler).config, **(good | wrong))
     engine.scheduler.apply(dataclasses.replace(engine.workers[0].report(), setup=setup))
     assert engine.scheduler.stats().num_rejected_reports == 1
 
@@ -384,7 +384,7 @@ def test_a_request_waits_once_for_what_all_tiers_have():
     """Reads of the near tier take 1 s a chunk, of the far one 2 s; computing takes longer than both."""
     engine = make(num_host_chunks=32, load_mode="auto", storage_wait_s=0.5)
     engine.turn()
-    costs, nbytes = engine.scheduler._context.costs, LAYOUT.block_nbytes
+    costs, nbytes = tier_context(engine.scheduler).costs, LAYOUT.block_nbytes
     for num in (1, 2, 4):
         costs.observe_prefill(num, num * 100.0, 0.0)
         costs.observe_promotion(0, num * nbytes, num * 1.0)
@@ -395,13 +395,13 @@ def test_a_request_waits_once_for_what_all_tiers_have():
     assert found.state is MatchState.ARRIVING
     assert found.until_s is not None
     assert found.until_s - engine.clock.now_s == pytest.approx(2 * (2 * 1.0 + 2 * 2.0), rel=0.01)
-    assert engine.scheduler._storage.estimate(engine.keys(B), 0, 4) == (0, 0.0)
+    assert storage_stack_planner(engine.scheduler).estimate(engine.keys(B), 0, 4) == (0, 0.0)
 
 
 def test_a_tier_that_is_slower_than_computing_is_passed_over_for_one_that_is_not():
     engine = make(num_host_chunks=32, load_mode="auto")
     engine.turn()
-    costs, nbytes = engine.scheduler._context.costs, LAYOUT.block_nbytes
+    costs, nbytes = tier_context(engine.scheduler).costs, LAYOUT.block_nbytes
     for num in (1, 2, 4):
         costs.observe_prefill(num, num * 1.0, 0.0)
         costs.observe_promotion(0, num * nbytes, num * 1000.0)
@@ -439,5 +439,5 @@ def test_statistics_of_each_tier_reach_prometheus():
 def test_without_tiers_there_is_nothing():
     engine = StorageEngine(storage_tier="", sizes=(16,))
     assert engine.scheduler.tier_stats() == ()
-    assert not engine.scheduler._storage.has_plans
-    assert engine.scheduler._storage.add_stats(engine.scheduler.stats()) == engine.scheduler.stats()
+    assert not storage_stack_planner(engine.scheduler).has_plans
+    assert storage_stack_planner(engine.scheduler).add_stats(engine.scheduler.stats()) == engine.scheduler.stats()

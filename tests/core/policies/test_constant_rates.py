@@ -218,6 +218,15 @@ def agents(seed: int, num_agents: int) -> list[list]:
     return [chain(f"question {i}", 1, prompt) for i, (_, prompt) in enumerate(asked)]
 
 
+def hits_of_agents(size: int) -> int:
+    """Hits with the default policy, after learning."""
+    prompts, tier = agents(0, 250), Tier(DensityPolicy(), size)
+    tier.serve_all(prompts[:2000])
+    num_hits = tier.serve_all(prompts[2000:])
+    tier.index.check_invariants()
+    return num_hits
+
+
 @interpreted_only
 def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypatch) -> None:
     """They were used equally often. ARC, whose frequent list has what was used twice at short intervals, is as good."""
@@ -226,10 +235,7 @@ def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypat
     for are_found in (found, lambda parts: found(parts) & False):
         with monkeypatch.context() as patch:
             patch.setattr(PartRates, "found", are_found)
-            tier = Tier(DensityPolicy(), 200)
-            tier.serve_all(prompts[:2000])
-            hits.append(tier.serve_all(prompts[2000:]))
-            tier.index.check_invariants()
+            hits.append(hits_of_agents(200))
     arc = Tier(POLICIES["arc"](), 200)
     arc.serve_all(prompts[:2000])
     assert hits[0] > 1.1 * hits[1], hits
@@ -239,14 +245,11 @@ def test_what_waited_long_for_its_last_use_is_told_from_what_is_in_use(monkeypat
 @interpreted_only
 def test_what_follows_what_waited_long_is_told_from_the_next_step_of_an_agent(monkeypatch) -> None:
     """The three readers of what an agent has done each ask a question of their own, which nobody asks again."""
-    prompts, hits = agents(0, 250), []
+    hits = []
     for origin in (origin_of, lambda num_uses, _: min(num_uses.bit_length(), 4)):
         with monkeypatch.context() as patch:
             patch.setattr(density, "origin_of", origin)
-            tier = Tier(DensityPolicy(), 400)
-            tier.serve_all(prompts[:2000])
-            hits.append(tier.serve_all(prompts[2000:]))
-            tier.index.check_invariants()
+            hits.append(hits_of_agents(400))
     assert hits[0] > 1.05 * hits[1], hits
 
 
