@@ -14,7 +14,9 @@ NUM_USES = (1.0, 1.0, 2.0, 8.0)
 
 
 def density(learnt: Lifetimes, ages) -> np.ndarray:
-    return np.array(learnt.hit_density(ages))
+    """[age, class]"""
+    densities = np.array(learnt.densities).reshape(-1, learnt.num_classes)
+    return densities[[learnt.first_density(age) // learnt.num_classes for age in ages]]
 
 
 @dataclasses.dataclass(frozen=True)

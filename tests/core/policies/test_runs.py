@@ -174,7 +174,8 @@ def check(queues: RunQueues, lives: list[Run], placed: list[Run]) -> None:
 def worth_of(queues: RunQueues, run: Run, times: list[int]) -> float:
     """The value of a run: by the mean age of what is left of its slice."""
     assert run.time <= queues.now
-    return queues._lifetimes.hit_density([queues.now - sum(times) // len(times)])[0][run.class_id]
+    lifetimes = queues._lifetimes
+    return lifetimes.densities[lifetimes.first_density(queues.now - sum(times) // len(times)) + run.class_id]
 
 
 def test_slices_stay_few_and_young_ones_are_not_merged(queues) -> None:
@@ -220,6 +221,19 @@ def test_stale_entries_are_purged_in_time(queues) -> None:
         queues.place(run)
         most = max(most, queues.num_entries())
     assert most < 100 + 2 * runs._LEARN_EVERY + runs._MIN_SLICE
+
+
+def test_queues_that_have_become_empty_do_not_stay() -> None:
+    """A slice has queues of the classes that await eviction in it, not of all that ever did."""
+    queues = RunQueues(range(1, 101))
+    queues.resize(1000)
+    for i in range(3000):
+        run = begin(queues, i % 100)
+        queues.advance(runs._LEARN_EVERY // 100)
+        queues.end(run, 1, used=True)
+        run.end_entries()
+        assert sum(len(time_slice.queues) for time_slice in queues._slices) <= 100 + runs._MIN_SLICE
+    queues.check_invariants([])
 
 
 def test_runs_of_parts_are_in_the_queue_of_their_class_until_the_parts_differ() -> None:

@@ -60,6 +60,11 @@ class Lifetimes:
         each class is its own.
       parts: for each part its class. Parts are numbered like classes, after the last of these. What is counted in a
         part counts in its class too.
+
+    Attributes:
+      num_classes: with parts.
+      densities: the hit densities of all classes and ages, as last estimated: expected uses per chunk of space and unit
+        of time. `first_density` says where those of an age are. Flat, because loops read single ones.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Lifetimes:
         parts: Sequence[int] = (),
     ) -> None:
         numbers = [*(range(len(num_uses)) if pools is None else pools), *range(-len(parts), 0)]
-        num_classes = len(numbers)
+        self.num_classes = num_classes = len(numbers)
         self._class_of = np.array([*range(len(num_uses)), *parts])  # of each class, itself
         self._whole = np.eye(num_classes)  # [class, classes that count in it]
         self._whole[self._class_of, range(num_classes)] = 1.0
@@ -88,7 +93,8 @@ class Lifetimes:
             np.frombuffer(counts).reshape(num_classes, _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
-        self._density = np.zeros((_NUM_GROUPS, num_classes))
+        self.densities = array("d", [0.0]) * (_NUM_GROUPS * num_classes)
+        self._density = np.frombuffer(self.densities).reshape(_NUM_GROUPS, num_classes)
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
         self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
@@ -121,14 +127,9 @@ class Lifetimes:
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
-    def hit_density(self, ages: Sequence[int]) -> list[list[float]]:
-        """The hit density, as last estimated: expected uses per chunk of space and unit of time.
-
-        Returns:
-          For each age those of all classes. Lists, because the ages are few, and loops read them.
-        """
-        density: list[list[float]] = self._density[[bisect(_AGES, float(age)) for age in ages]].tolist()
-        return density
+    def first_density(self, age: int) -> int:
+        """The index in `densities` of the hit density of the first class at this age; the other classes follow."""
+        return bisect(_AGES, float(age)) * self.num_classes
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
         """Estimates hit densities from all counts.

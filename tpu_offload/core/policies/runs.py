@@ -103,22 +103,24 @@ class _Slice:
     Attributes:
       start: when it begins; it ends where the next one begins.
       alive: chunks of each class whose lifetimes began in it and still run.
-      begun: the sum of the times when these began, over all classes.
-      queues: the runs that await eviction, by class or part.
+      num_alive: the sum of these.
+      begun: the sum of the times when they began.
+      queues: the runs that await eviction, by class or part. Most classes have none in most slices.
       first: when the queues were last sorted, the number of its first queue, and
-      values: the values of the runs in each.
+      first_density: where the values of the runs in its queues begin in `Lifetimes.densities`.
       merged: the later slice that it was merged into.
     """
 
-    __slots__ = ("alive", "begun", "first", "merged", "queues", "start", "values")
+    __slots__ = ("alive", "begun", "first", "first_density", "merged", "num_alive", "queues", "start")
 
-    def __init__(self, start: int, *, num_classes: int, num_queues: int) -> None:
+    def __init__(self, start: int, *, num_classes: int) -> None:
         self.start = start
         self.alive = [0] * num_classes
+        self.num_alive = 0
         self.begun = 0
-        self.queues: list[Queue] = [deque() for _ in range(num_queues)]
+        self.queues: dict[int, Queue] = {}
         self.first = 0
-        self.values: list[float] = []
+        self.first_density = 0
         self.merged: _Slice | None = None
 
     def mean_time(self, end: int) -> int:
@@ -127,15 +129,16 @@ class _Slice:
         The oldest are used first, so what is left may have begun long after the middle. In a loop just these are used
         next, and would seem to be overdue.
         """
-        num_alive = sum(self.alive)
-        return self.begun // num_alive if num_alive else (self.start + end) // 2
+        return self.begun // self.num_alive if self.num_alive else (self.start + end) // 2
 
     def take_in(self, older: "_Slice") -> None:
         self.start = older.start
         self.begun += older.begun
+        self.num_alive += older.num_alive
         self.alive = [a + b for a, b in zip(self.alive, older.alive, strict=True)]
-        for mine, theirs in zip(self.queues, older.queues, strict=True):
+        for place, theirs in older.queues.items():
             if theirs:
+                mine = self.queues.setdefault(place, deque())
                 mine.extendleft([entry for entry in reversed(theirs) if entry[0].ticket == entry[1]])
         older.merged = self
 
@@ -158,7 +161,6 @@ class RunQueues:
         self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools, parts=parts)
         self._class_of = [*range(len(num_uses)), *parts]  # of each class, itself
         self._queue_of = self._class_of  # the number of its queue in a slice, by class
-        self._num_queues = len(num_uses)  # of a slice; parts have some from the first time that they differ
         self._now = 0
         self._slices = [self._new_slice(0)]  # oldest first
         self._young = 0  # younger ages are not distinguished
@@ -170,7 +172,7 @@ class RunQueues:
         self._last_used = -1, -1  # when the lifetime that a use ended last began, and its class
         self._next_purge = _LEARN_EVERY
         self._ordered = False  # since the last slice began
-        self._queues: list[Queue] = []  # all, when they were last sorted
+        self._queues: dict[int, Queue] = {}  # by number: those with entries since they were last sorted
         # A heap of values and numbers of queues: all that have entries, and perhaps others.
         self._waiting: list[tuple[float, int]] = []
 
@@ -205,9 +207,9 @@ class RunQueues:
 
     def clear(self) -> list[Entries]:
         """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
-        held: list[Entries] = [queue for time_slice in self._slices for queue in time_slice.queues]
+        held: list[Entries] = [queue for time_slice in self._slices for queue in time_slice.queues.values()]
         self._slices = [self._new_slice(self._now)]
-        self._queues, self._waiting, self._ordered = [], [], False
+        self._queues, self._waiting, self._ordered = {}, [], False
         return held
 
     def begin(self, run: Run, class_id: int) -> None:
@@ -215,8 +217,7 @@ class RunQueues:
         run.class_id = class_id
         run.time = self._now
         run.slice = self._slices[-1]
-        run.slice.alive[class_id] += len(run.keys)
-        run.slice.begun += len(run.keys) * run.time
+        self.resize_run(run, len(run.keys))
 
     def end(self, run: Run, num_chunks: int, *, used: bool) -> None:
         """Ends the lifetime of chunks of a run, by a use or because they are forgotten."""
@@ -238,8 +239,10 @@ class RunQueues:
                 time_slice = self._slice_of(run)
             run.slice = newest
         time_slice.alive[run.class_id] -= num_chunks
+        time_slice.num_alive -= num_chunks
         time_slice.begun -= num_chunks * run.time
         newest.alive[class_id] += num_chunks
+        newest.num_alive += num_chunks
         newest.begun += num_chunks * now
         begun = run.time, run.class_id
         self._lifetimes.end(
@@ -255,6 +258,7 @@ class RunQueues:
         """A run has become longer or shorter by this many chunks, without a use."""
         time_slice = self._slice_of(run)
         time_slice.alive[run.class_id] += num_chunks
+        time_slice.num_alive += num_chunks
         time_slice.begun += num_chunks * run.time
 
     def change_class(self, run: Run, class_id: int) -> None:
@@ -265,20 +269,24 @@ class RunQueues:
 
     def is_in(self, run: Run, queue: Queue) -> bool:
         """Whether the run would be placed in this queue now; another one since parts differ, or no longer do."""
-        return self._slice_of(run).queues[self._queue_of[run.class_id]] is queue
+        return self._slice_of(run).queues.get(self._queue_of[run.class_id]) is queue
 
     def place(self, run: Run) -> None:
         """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
         time_slice = run.slice if run.slice.merged is None else self._slice_of(run)
         place = self._queue_of[run.class_id]
-        queue = time_slice.queues[place]
+        queue = time_slice.queues.get(place)
+        if queue is None:
+            queue = time_slice.queues[place] = deque()
         if not queue and self._ordered:
-            heapq.heappush(self._waiting, (time_slice.values[place], time_slice.first + place))
+            number = time_slice.first + place
+            self._queues[number] = queue
+            heapq.heappush(self._waiting, (self._lifetimes.densities[time_slice.first_density + place], number))
         queue.append((run, ticket))
 
     def reorder(self) -> None:
-        """Sorts all queues by value. O(queues)."""
+        """Sorts all queues by value. O(slices + queues that exist)."""
         self._ordered = True
         slices = self._slices
         ends = [time_slice.start for time_slice in slices[1:]] + [self._now]
@@ -291,15 +299,18 @@ class RunQueues:
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
             self._set_apart(self._lifetimes.parts_differ())
-        queues: list[Queue] = []
+        densities = self._lifetimes.densities
+        queues: dict[int, Queue] = {}
         waiting: list[tuple[float, int]] = []
-        for time_slice, values in zip(slices, self._lifetimes.hit_density(ages), strict=True):
-            first = time_slice.first = len(queues)
-            time_slice.values = values
-            for place, queue in enumerate(time_slice.queues):
+        first = 0
+        for time_slice, age in zip(slices, ages, strict=True):
+            time_slice.first = first
+            time_slice.first_density = first_density = self._lifetimes.first_density(age)
+            for place, queue in time_slice.queues.items():
                 if queue:
-                    waiting.append((values[place], first + place))
-            queues += time_slice.queues
+                    queues[first + place] = queue
+                    waiting.append((densities[first_density + place], first + place))
+            first += self._num_classes
         waiting.sort()  # so it is a heap
         self._queues, self._waiting = queues, waiting
 
@@ -316,11 +327,12 @@ class RunQueues:
             assert begun.get(id(time_slice), 0) == time_slice.begun, "a lifetime began at another time"
             for class_id, num_alive in enumerate(time_slice.alive):
                 assert alive.pop((id(time_slice), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
+            assert sum(time_slice.alive) == time_slice.num_alive, "a lifetime is in one class only"
         assert not any(alive.values()), "a lifetime is in a slice that does not exist"
 
     def waiting(self) -> set[int]:
         """The `id()`s of the runs that await eviction. For tests."""
-        queues = [queue for time_slice in self._slices for queue in time_slice.queues]
+        queues = [queue for time_slice in self._slices for queue in time_slice.queues.values()]
         return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
 
     def order(self) -> list[Queue]:
@@ -331,7 +343,7 @@ class RunQueues:
 
     def num_entries(self) -> int:
         """Entries of all queues, stale ones too. For tests."""
-        return sum(len(queue) for time_slice in self._slices for queue in time_slice.queues)
+        return sum(len(queue) for time_slice in self._slices for queue in time_slice.queues.values())
 
     def _slice_of(self, run: Run) -> _Slice:
         time_slice = run.slice
@@ -340,15 +352,11 @@ class RunQueues:
         return time_slice
 
     def _new_slice(self, start: int) -> _Slice:
-        return _Slice(start, num_classes=self._num_classes, num_queues=self._num_queues)
+        return _Slice(start, num_classes=self._num_classes)
 
     def _set_apart(self, differ: list[bool]) -> None:
         """For each class whether its runs are placed in queues of their parts from now on."""
         self._queue_of = [i if differ[class_id] else class_id for i, class_id in enumerate(self._class_of)]
-        if any(differ) and self._num_queues < self._num_classes:
-            self._num_queues = self._num_classes
-            for time_slice in self._slices:
-                time_slice.queues += [deque() for _ in range(self._num_classes - len(time_slice.queues))]
 
     def _begin_slice(self) -> None:
         merged = self._slices[:1]
@@ -366,6 +374,7 @@ class RunQueues:
     def _purge_stale(self) -> None:
         """Stale entries are mostly at the old end; others are removed when their slice is evicted from."""
         for time_slice in self._slices:
-            for queue in time_slice.queues:
+            for queue in time_slice.queues.values():
                 while queue and queue[0][0].ticket != queue[0][1]:
                     queue.popleft()
+            time_slice.queues = {place: queue for place, queue in time_slice.queues.items() if queue}
