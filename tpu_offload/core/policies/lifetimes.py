@@ -141,11 +141,11 @@ class Lifetimes:
         """
         groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
         first = int(groups.min())
-        alive_now = np.zeros_like(self._all_ends)
-        np.add.at(alive_now.T, groups, np.asarray(alive))
+        alive_now = np.asarray(alive, np.float64).T @ np.equal.outer(groups, np.arange(_NUM_GROUPS))
+        all_alive = self._whole @ alive_now
         if elapsed:
             hits = self._all_uses - self._all_in_hbm - self._hits_then
-            exposure = (self._alive_then + self._whole @ alive_now) / 2 * elapsed
+            exposure = (self._alive_then + all_alive) / 2 * elapsed
             exposure *= self._shares  # as far as HBM has none of them
             observed = self._whole @ hits, self._whole @ self._all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
@@ -160,7 +160,7 @@ class Lifetimes:
                 counts /= 2
             self._constant.halve()
             self._parts.halve()
-        self._alive_then, self._hits_then = self._whole @ alive_now, self._all_uses - self._all_in_hbm
+        self._alive_then, self._hits_then = all_alive, self._all_uses - self._all_in_hbm
         ends = self._pooled @ (self._all_ends + alive_now)
         self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
 
