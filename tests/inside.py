@@ -3,11 +3,16 @@
 A private attribute that tests of several modules need is named here only.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tpu_offload.core.policies import PriorityPolicy
 
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
+    import socket
+
+    from glide_sync import GlideClient
+
     from tpu_offload import OffloadScheduler, OffloadWorker
     from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
     from tpu_offload.core.chunk_table import ChunkTable
@@ -36,6 +41,9 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.memory import HostArena
     from tpu_offload.memory.host_arena import Segment
     from tpu_offload.storage import StorageTier
+    from tpu_offload.storage.resp_connection import Connection
+    from tpu_offload.storage.valkey import ValkeyTier
+    from tpu_offload.storage.valkey_records import RecordConnections
     from tpu_offload.types import ChunkKey, StepReport
     from tpu_offload.worker.jobs import WorkerJobs
     from tpu_offload.worker.page_group_copies import PageGroupCopies
@@ -313,3 +321,41 @@ def block_manager(blocks: "KVBlocks") -> "BlockManager":
 def state_rows(blocks: "KVBlocks") -> "StateRows | None":
     """The rows of states beside the blocks; None without any."""
     return blocks._states
+
+
+# Servers below a storage tier.
+
+
+def asker(tier: "ValkeyTier") -> "GlideClient":
+    """The client with which a tier asks the server for keys."""
+    return tier._askers  # type: ignore[return-value]  # no cluster
+
+
+def server_key(tier: "ValkeyTier", key: bytes) -> bytes:
+    """What a record is called on the server."""
+    return tier._prefix() + key
+
+
+def generation(tier: "ValkeyTier") -> str:
+    """The generation of records that a tier reads and writes."""
+    return tier._generation
+
+
+def record_connections(tier: "ValkeyTier") -> Any:
+    """What carries records to the server and back."""
+    return tier._records
+
+
+def idle(connections: "RecordConnections") -> "list[Connection]":
+    """Connections that nobody uses; the last one was used last."""
+    return connections._idle
+
+
+def in_use(connections: "RecordConnections") -> "Collection[Connection]":
+    """Connections on which a value is read or written."""
+    return connections._in_use
+
+
+def socket_of(connection: "Connection") -> "socket.socket":
+    """The socket of a connection."""
+    return connection._socket

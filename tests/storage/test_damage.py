@@ -14,6 +14,7 @@ from pathlib import Path
 import obstore
 import pytest
 
+from tests.inside import asker, server_key
 from tests.storage import servers, small_disk_child
 from tests.storage.conformance import FORMAT, SPEC, key_of, new_record, payload, read, sealed, write
 from tests.storage.test_object import credentials, s3_url  # noqa: F401
@@ -51,7 +52,7 @@ def valkey(tmp_path):
         options = f"valkey://127.0.0.1:{server.port}?timeout_s=60"
         tier = ValkeyTier(dataclasses.replace(SPEC, options=options))
         with contextlib.closing(tier):
-            yield tier, lambda key, data: tier._askers.set(tier._prefix() + key, bytes(data))
+            yield tier, lambda key, data: asker(tier).set(server_key(tier, key), bytes(data))
 
 
 @pytest.fixture(params=[directory, bucket, valkey], ids=lambda kind: kind.__name__)

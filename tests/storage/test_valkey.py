@@ -8,10 +8,12 @@ import itertools
 import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 from glide_sync import InfoSection
 
+from tests.inside import asker, generation, record_connections, server_key
 from tests.storage import servers
 from tests.storage.conformance import (
     CHECKS,
@@ -107,7 +109,7 @@ def test_a_clear_empties_the_tier_of_all_engines(server, always_ask):
 def test_a_lost_generation_is_written_again(server, always_ask):
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        tier._askers.delete([tier._marker])
+        asker(tier).delete([tier._marker])
         assert read(tier, key_of(1)) == payload(1)
         with opened(server) as other:
             assert read(other, key_of(1)) == payload(1)
@@ -117,7 +119,7 @@ def test_engines_that_start_at_once_agree(server):
     """Another one writes its generation between the two requests of this one."""
     theirs = "0123456789abcdef"
     with opened(server) as tier:
-        client = tier._askers
+        client: Any = asker(tier)
         client.delete([tier._marker])
         get = client.get
 
@@ -129,25 +131,25 @@ def test_engines_that_start_at_once_agree(server):
 
         client.get = get_before_theirs
         tier._ask()
-        assert tier._generation == theirs
+        assert generation(tier) == theirs
 
 
 def test_a_generation_that_was_left_never_comes_back(server, always_ask):
     with opened(server) as first, opened(server) as second:
         write(first, key_of(1), 1)
-        old = first._generation
+        old = generation(first)
         second.clear()
-        second._askers.set(second._marker, old)  # as an engine does that has not seen the `clear`
+        asker(second).set(second._marker, old)  # as an engine does that has not seen the `clear`
         assert exists(second, [key_of(1)]) == [False]
         assert exists(first, [key_of(1)]) == [False]
-        assert first._generation == second._generation != old
+        assert generation(first) == generation(second) != old
 
 
 def test_a_clear_while_the_generation_is_read(server, always_ask):
     """The answer is of before the clear, and must not bring it back."""
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        agree, old = tier._agree, tier._generation
+        agree, old = tier._agree, generation(tier)
 
         def slowly(*args):
             tier._agree = agree
@@ -157,7 +159,7 @@ def test_a_clear_while_the_generation_is_read(server, always_ask):
 
         tier._agree = slowly
         assert exists(tier, [key_of(1)]) == [False]
-        assert tier._generation != old
+        assert generation(tier) != old
 
 
 def test_a_clear_without_a_server_is_made_durable_later(server):
@@ -176,7 +178,7 @@ def test_a_clear_without_a_server_is_made_durable_later(server):
 def test_records_expire(server, ttl_s, least):
     with opened(server, f"&ttl_s={ttl_s}") as tier:
         write(tier, key_of(1), 1)
-        assert least < tier._askers.ttl(tier._prefix() + key_of(1)) <= float(ttl_s) + 1
+        assert least < asker(tier).ttl(server_key(tier, key_of(1))) <= float(ttl_s) + 1
 
 
 @pytest.mark.parametrize("ttl_s", ["0.5", "0"])
@@ -184,9 +186,9 @@ def test_less_than_a_second_to_live_is_not_for_ever(server, ttl_s):
     with opened(server, f"&ttl_s={ttl_s}") as tier:
         write(tier, key_of(1), 1)
         if ttl_s == "0":
-            assert tier._askers.ttl(tier._prefix() + key_of(1)) == -1
+            assert asker(tier).ttl(server_key(tier, key_of(1))) == -1
         else:
-            assert tier._askers.ttl(tier._prefix() + key_of(1)) in (0, 1, -2), "rounded, or it has expired"
+            assert asker(tier).ttl(server_key(tier, key_of(1))) in (0, 1, -2), "rounded, or it has expired"
 
 
 def test_a_start_does_not_list_the_server(server):
@@ -200,7 +202,7 @@ def test_a_start_does_not_list_the_server(server):
 
 def calls_of(tier, command):
     """How often the server has run a command."""
-    text = tier._askers.info([InfoSection.COMMAND_STATS]).decode()
+    text = asker(tier).info([InfoSection.COMMAND_STATS]).decode()
     line = next((line for line in text.split() if line.startswith(f"cmdstat_{command}:")), ":calls=0,")
     return int(line.partition("calls=")[2].partition(",")[0])
 
@@ -209,7 +211,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
     keys = [b"%d" % i for i in range(4000)]
     with opened(server) as tier:
         for key in keys[:3000]:
-            tier._askers.set(tier._prefix() + key, b"x")
+            asker(tier).set(server_key(tier, key), b"x")
         trips: list[int] = []
         pipeline = tier._pipeline
 
@@ -249,14 +251,14 @@ def test_a_cluster(num_nodes):
         for check in (*SHARED_CHECKS, gives_back_what_was_written):
             check(make)
             with contextlib.closing(make(SPEC)) as tier:
-                assert not isinstance(tier._records, RecordConnections), "keys are on several nodes"
+                assert not isinstance(record_connections(tier), RecordConnections), "keys are on several nodes"
                 tier.clear()
 
 
 def test_a_value_of_another_size_cannot_be_read(server):
     with opened(server) as tier:
         for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
-            tier._askers.set(tier._prefix() + key_of(1), text)
+            asker(tier).set(server_key(tier, key_of(1)), text)
             with pytest.raises(OSError, match=f"the server has {len(text)} bytes; expected {FORMAT.record_nbytes}"):
                 tier.read(key_of(1), new_record())
 
@@ -458,8 +460,8 @@ def test_passwords(tmp_path, caplog):
         with opened(server, f"&password_file={tmp_path}/right") as tier:
             with pytest.raises(KeyError):
                 read(tier, key_of(1))
-            tier._askers.custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
-            tier._askers.custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
+            asker(tier).custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET-right", "~tpu_offload:*", "+@all"])
+            asker(tier).custom_command(["ACL", "SETUSER", "no", "on", ">SECRET-right", "~other:*", "+@all"])
             write(tier, key_of(1), 1)
         with opened(server, f"&user=kv&password_file={tmp_path}/right") as tier:
             assert read(tier, key_of(1)) == payload(1)
@@ -513,11 +515,11 @@ def test_tls(server, tmp_path, caplog):
         proxied.port = port
         options = url(proxied, f"&ca_file={tmp_path}/own.pem&ttl_s=1000", scheme="valkeys")
         with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options))) as tier:
-            assert not isinstance(tier._records, RecordConnections), "it has no TLS"
+            assert not isinstance(record_connections(tier), RecordConnections), "it has no TLS"
             write(tier, key_of(1), 1)
             assert read(tier, key_of(1)) == payload(1)
-            assert 900 < tier._askers.ttl(tier._prefix() + key_of(1)) <= 1000
-            tier._askers.set(tier._prefix() + key_of(1), b"short")
+            assert 900 < asker(tier).ttl(server_key(tier, key_of(1))) <= 1000
+            asker(tier).set(server_key(tier, key_of(1)), b"short")
             with pytest.raises(OSError, match="the server has 5 bytes"):
                 tier.read(key_of(1), new_record())
         for wrong in ("", f"&ca_file={tmp_path}/other.pem"):

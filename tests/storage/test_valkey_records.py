@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.inside import idle, in_use, socket_of
 from tests.storage.fake_valkey import (
     LATE_S,
     NONE,
@@ -51,8 +52,8 @@ def failure(reader, expected=OSError, **changes):
 
 def wait_until_readable(reader):
     """Until what the server has sent to the idle connection, or its end, has arrived."""
-    (connection,) = reader._idle
-    assert select.select([connection._socket], [], [], LATE_S)[0]
+    (connection,) = idle(reader)
+    assert select.select([socket_of(connection)], [], [], LATE_S)[0]
 
 
 # --- what is received ---------------------------------------------------------------------------
@@ -160,8 +161,8 @@ def test_after_a_wrong_answer_the_connection_is_closed(name):
     answer, message = WRONG[name]
     with connected(answers(answer, value(OTHER)), answers(value(DATA))) as (server, reader):
         assert failure(reader).startswith(message)
-        assert not reader._idle
-        assert not reader._in_use
+        assert not idle(reader)
+        assert not in_use(reader)
         assert read(reader) == DATA
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -185,7 +186,7 @@ PARTS = [b"", b"$", b"$12", b"$12345\r\n", value(DATA)[:6000], value(DATA)[:-2],
 def test_a_server_that_ends_within_an_answer(part, by_reset):
     with connected(ends(part, by_reset=by_reset), answers(value(DATA))) as (_, reader):
         assert failure(reader).startswith(("ConnectionResetError: ", "BrokenPipeError: "))
-        assert not reader._in_use
+        assert not in_use(reader)
         assert read(reader) == DATA
 
 
@@ -222,9 +223,9 @@ def test_after_a_failure_of_the_network_no_idle_connection_is_used():
 
     with connected(first_answer, first_answer, answers(value(OTHER))) as (server, reader):
         in_threads(2, lambda _: read(reader))
-        assert len(reader._idle) == 2
+        assert len(idle(reader)) == 2
         failure(reader)
-        assert not reader._idle
+        assert not idle(reader)
         assert read(reader) == OTHER
         assert len(server.peers) == 3
 
@@ -252,7 +253,7 @@ def test_the_timeout_is_for_the_whole_read(script):
         start_s = time.monotonic()
         assert failure(reader) == "TimeoutError: timed out"
         assert time.monotonic() - start_s < LATE_S
-        assert not reader._idle
+        assert not idle(reader)
         set_timeout(reader, LATE_S)
         assert read(reader) == DATA
 
@@ -281,7 +282,7 @@ def test_a_host_that_does_not_accept_connections():
         start_s = time.monotonic()
         with contextlib.closing(connections_to(full.getsockname(), connect_timeout_s=0.3)) as reader:
             assert failure(reader).endswith("timed out")
-            assert not reader._in_use
+            assert not in_use(reader)
         assert time.monotonic() - start_s < LATE_S / 2, "by the timeout of connections, which is shorter"
 
 
@@ -307,7 +308,7 @@ def test_a_close_ends_reads_in_progress(stage):
 
         in_threads(3, close)
         assert failure(reader) == "the tier is closed"
-        assert not reader._in_use
+        assert not in_use(reader)
 
 
 def test_a_connection_of_a_read_that_outlives_the_tier_is_closed():
@@ -315,7 +316,7 @@ def test_a_connection_of_a_read_that_outlives_the_tier_is_closed():
         with reader._connection(time.monotonic() + LATE_S) as connection:
             assert connection.get(b"key", memoryview(bytearray(NBYTES)), time.monotonic() + LATE_S)
             reader.close()
-        assert connection._socket.fileno() == -1
+        assert socket_of(connection).fileno() == -1
         assert len(server.peers) == 1
 
 
@@ -355,7 +356,7 @@ def test_threads_share_connections():
 
         in_threads(4, work)
         assert 1 <= len(server.peers) <= 4
-        assert len(reader._idle) == len(server.peers)
+        assert len(idle(reader)) == len(server.peers)
         for _ in range(3):
             read(reader, b"1.23", 12000)
         num_missing = sum(i % 7 == thread for thread in range(4) for i in range(50))
@@ -397,7 +398,7 @@ def test_a_login_that_is_refused(replies, message):
         text = failure(reader)
         assert text.startswith(f"127.0.0.1:{server.port}: {message}")
         assert "SECRET" not in text
-        assert not reader._in_use
+        assert not in_use(reader)
         assert read(reader) == DATA
 
 

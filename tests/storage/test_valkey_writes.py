@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from glide_sync import GlideClient, GlideClientConfiguration, NodeAddress
 
+from tests.inside import idle, in_use, socket_of
 from tests.storage import servers
 from tests.storage.fake_valkey import (
     LATE_S,
@@ -42,7 +43,7 @@ def failure(connections, **changes):
     with pytest.raises(OSError) as caught:  # noqa: PT011
         write(connections, **changes)
     assert type(caught.value) is OSError
-    assert not connections._in_use
+    assert not in_use(connections)
     message = str(caught.value.args[0])
     assert message.isprintable()
     return message
@@ -180,7 +181,7 @@ def test_how_much_of_a_value_the_kernel_holds(monkeypatch):
     connection = Connection(socket.AF_INET)
     with connected(answers(OK)) as (server, _), contextlib.closing(connection):
         connection.connect(("127.0.0.1", server.port), until())
-        assert 1 << 18 <= connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
+        assert 1 << 18 <= socket_of(connection).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
     with connected(answers(OK)) as (server, _), contextlib.closing(Connection(socket.AF_INET)) as connection:
         monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", server.port))
         monkeypatch.setattr(socket.socket, "setsockopt", None)  # a call would raise
@@ -212,7 +213,7 @@ def test_a_small_buffer_of_the_sender(monkeypatch, buffer_nbytes):
             connection.set(b"key", memoryview(data), until())
         assert len(sizes) > 5
         assert server.peers[0].commands == [[b"SET", b"key", data]]
-        assert not connections._idle
+        assert not idle(connections)
 
 
 # --- answers that are wrong ---------------------------------------------------------------------
@@ -245,7 +246,7 @@ def test_after_a_wrong_answer_the_connection_is_closed(name):
     answer, message = WRONG[name]
     with connected(answers(answer, OK), answers(OK)) as (server, connections):
         assert failure(connections).startswith(message)
-        assert not connections._idle
+        assert not idle(connections)
         write(connections)
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -253,8 +254,8 @@ def test_after_a_wrong_answer_the_connection_is_closed(name):
 def test_what_the_server_sends_unasked_is_no_answer():
     with connected(answers(OK + OK, b"-OOM\r\n"), answers(b"-OOM\r\n")) as (server, connections):
         write(connections)
-        (connection,) = connections._idle
-        assert select.select([connection._socket], [], [], LATE_S)[0]
+        (connection,) = idle(connections)
+        assert select.select([socket_of(connection)], [], [], LATE_S)[0]
         assert failure(connections) == "the server refuses: OOM"
         assert [len(peer.commands) for peer in server.peers] == [1, 1]
 
@@ -286,7 +287,7 @@ def test_a_refusal_before_all_is_sent(script, data):
     with connected(script, answers(OK), buffer_nbytes=BUFFER_NBYTES) as (_, connections):
         message = failure(connections, data=data)
         assert message == "the server refuses: ERR Protocol error: invalid bulk length"
-        assert not connections._idle
+        assert not idle(connections)
         write(connections)
 
 
@@ -331,14 +332,14 @@ def test_a_server_that_ends_within_a_write(stage, by_reset):
     with connected(ends(*stage, by_reset=by_reset), answers(OK), buffer_nbytes=BUFFER_NBYTES) as (_, connections):
         message = failure(connections, data=LARGE)  # with the address, if connecting already fails
         assert "ConnectionResetError: " in message or "BrokenPipeError: " in message
-        assert not connections._idle
+        assert not idle(connections)
         write(connections)
 
 
 def two_idle(connections, both):
     """Makes two connections, which are then idle; the scripts wait at the barrier before they answer."""
     in_threads(2, lambda _: write(connections))
-    assert len(connections._idle) == both.parties
+    assert len(idle(connections)) == both.parties
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,7 @@ def test_which_failures_end_idle_connections(end, num_connections):
     with connected(first_answer, first_answer, answers(OK)) as (server, connections):
         two_idle(connections, both)
         failure(connections)
-        assert len(connections._idle) == 3 - num_connections
+        assert len(idle(connections)) == 3 - num_connections
         write(connections)
         assert len(server.peers) == num_connections
 
@@ -410,7 +411,7 @@ def test_the_timeout_is_for_the_whole_write(script):
         start_s = time.monotonic()
         assert failure(connections, data=LARGE) == "TimeoutError: timed out"
         assert time.monotonic() - start_s < LATE_S / 2
-        assert not connections._idle
+        assert not idle(connections)
         set_timeout(connections, LATE_S)
         write(connections)
 
@@ -486,8 +487,8 @@ def test_a_write_that_is_interrupted_leaves_no_connection(monkeypatch, error):
             patch.setattr(Connection, "_send", interrupted)
             with pytest.raises(error):
                 write(connections)
-        assert not connections._idle
-        assert not connections._in_use
+        assert not idle(connections)
+        assert not in_use(connections)
         write(connections)
         assert server.peers[1].commands == [[b"SET", b"key", DATA]]
 
@@ -534,7 +535,7 @@ def test_threads_share_connections():
         assert len(stored) == 80
         assert all(data == name * 100_000 for name, data in stored.items())
         assert 1 <= len(server.peers) <= 4
-        assert len(connections._idle) == len(server.peers)
+        assert len(idle(connections)) == len(server.peers)
 
 
 # --- a real server ------------------------------------------------------------------------------
@@ -574,7 +575,7 @@ def test_what_is_written_is_what_valkey_glide_writes():
             assert client.custom_command(["OBJECT", "ENCODING", ours]) == client.custom_command(
                 ["OBJECT", "ENCODING", theirs]
             )
-        assert len(connections._idle) == 1
+        assert len(idle(connections)) == 1
         client.delete([ours, theirs])
 
 
@@ -598,7 +599,7 @@ def test_why_a_real_server_refuses(settings, message):
                 with contextlib.suppress(AssertionError, pytest.fail.Exception):
                     text = text or failure(connections, data=LARGE)
             assert message in text
-            assert not connections._idle
+            assert not idle(connections)
 
 
 def test_a_replica_refuses():
