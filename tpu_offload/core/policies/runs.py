@@ -327,7 +327,7 @@ class RunQueues:
             assert begun.get(id(time_slice), 0) == time_slice.begun, "a lifetime began at another time"
             for class_id, num_alive in enumerate(time_slice.alive):
                 assert alive.pop((id(time_slice), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
-            assert sum(time_slice.alive) == time_slice.num_alive, "a lifetime is in one class only"
+            assert sum(time_slice.alive) == time_slice.num_alive, "the sum over the classes of a slice is wrong"
         assert not any(alive.values()), "a lifetime is in a slice that does not exist"
 
     def waiting(self) -> set[int]:
