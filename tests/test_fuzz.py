@@ -64,9 +64,7 @@ def state(scheduler) -> tuple:
         (job.job_id, job.state, sorted(job.waiting_for), job.all_failed, job.detached, sorted(job.failed_blocks))
         for job in job_table(scheduler)
     ]
-    promises = [
-        (name, request.promise, request.load, len(request.keys)) for name, request in request_table(scheduler).items()
-    ]
+    promises = [(r.request_id, r.promise, r.load, len(r.keys)) for r in request_table(scheduler).all()]
     return (
         tuple(stats.values()),
         jobs,

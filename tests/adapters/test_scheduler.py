@@ -275,7 +275,7 @@ def test_a_match_without_admission_is_released_in_the_same_pass():
     stack.step()
     assert request.status is RequestStatus.WAITING
     assert stack.side._promised == set()
-    assert all(tracked.promise is None for tracked in request_table(stack.offload).values())
+    assert all(tracked.promise is None for tracked in request_table(stack.offload).all())
     stack.abort("b")  # matched but never scheduled
     stack.drain()
     stack.check_end()

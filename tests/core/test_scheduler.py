@@ -648,7 +648,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
     while engine.scheduler.has_jobs:
         engine.settle()
         engine.step()
-    for request in request_table(engine.scheduler).values():
+    for request in request_table(engine.scheduler).all():
         request.block_tables = request.keys = _Unreadable()
     assert engine.scheduler.plan_step().empty
 

@@ -611,7 +611,7 @@ class Model:
         scheduler, swap = self.scheduler, self.scheduler.swap
         jobs = {(job.job_id, job.direction) for job in job_table(scheduler) if not job.kind.of_swap}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
-        promised = {(r.account, Direction.LOAD) for r in request_table(scheduler).values() if r.promise}
+        promised = {(r.account, Direction.LOAD) for r in request_table(scheduler).all() if r.promise}
         promised |= {(load.held.account, Direction.LOAD) for load in scheduler._queue}
         out = {(name, Direction.LOAD) for name in swapped_requests(swap)}
         waiting = []

@@ -93,7 +93,7 @@ def check_invariants(
     index.check_invariants()
     swap.check_invariants()
     storage.check_invariants()
-    saves.check_invariants(requests.values())
+    saves.check_invariants(requests.all())
     held: dict[tuple[str, Direction], int] = {}  # staging blocks by account
     pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = storage.pending()
@@ -118,7 +118,7 @@ def check_invariants(
         if job.direction is Direction.SAVE:
             late_slots += job.slots
     holds: dict[Checkpoint, int] = {}
-    promises = [(request, request.promise) for request in requests.values() if request.promise]
+    promises = [(request, request.promise) for request in requests.all() if request.promise]
     for request, promise in promises:
         held[request.account, Direction.LOAD] = promise.held.num_staging_blocks
     for reads in (*(load.held for load in loads), *(promise.held for _, promise in promises)):

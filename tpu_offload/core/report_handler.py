@@ -210,7 +210,7 @@ class ReportHandler:
         self._mark_promises_lost(first, end)
 
     def _mark_promises_lost(self, first: int, end: int) -> None:
-        for request in self._requests.values():
+        for request in self._requests.all():
             promise = request.promise
             if promise is not None and promise.held.touches(first, end):
                 promise.lost = True

@@ -1,7 +1,7 @@
 """The requests that the scheduler tracks, and the namespace of their chunk keys."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 from tpu_offload import hashing
@@ -47,8 +47,10 @@ class KeySpace:
 
 
 @final
-class RequestTable(dict[str, RequestState]):
+class RequestTable:
     """The tracked requests, by id, from the first match until they finish or are preempted.
+
+    It has a dict rather than being one: compiled, a subclass of dict has its methods looked up by name at each call.
 
     A request's own limits outlive its entry: it may be preempted and matched again.
 
@@ -58,15 +60,38 @@ class RequestTable(dict[str, RequestState]):
     """
 
     def __init__(self, keys: KeySpace, limits: RequestLimits) -> None:
-        super().__init__()
         self._keys = keys
         self._default_limits = limits
+        self._tracked: dict[str, RequestState] = {}
         self._limits: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
         self._num_created = 0
 
+    def __len__(self) -> int:
+        return len(self._tracked)
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._tracked[request_id]
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The tracked request of this id; None if there is none."""
+        return self._tracked.get(request_id)
+
     def get_or_new(self, request_id: str) -> RequestState:
         """The tracked request of this id, or a new one, which the caller adds once its input is validated."""
-        return self.get(request_id) or self.new(request_id)
+        request = self._tracked.get(request_id)
+        return self.new(request_id) if request is None else request
+
+    def all(self) -> Iterable[RequestState]:
+        """All tracked requests, in the order in which they were added."""
+        return self._tracked.values()
+
+    def add(self, request: RequestState) -> None:
+        """Tracks a request from now on; one that is tracked already keeps its place."""
+        self._tracked[request.request_id] = request
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """Tracks a request no longer, and returns it; None if it was not tracked."""
+        return self._tracked.pop(request_id, None)
 
     def new(self, request_id: str) -> RequestState:
         """A request that is not tracked yet."""

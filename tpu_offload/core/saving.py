@@ -113,7 +113,7 @@ class SavePlanner:
         for named in changed:
             scheduled = check_scheduled(named, num_groups=self._num_groups)
             request_id = scheduled.request_id
-            request = self._requests.get(request_id) or self._requests.new(request_id)
+            request = self._requests.get_or_new(request_id)
             offer = self._read(request, scheduled)
             if offer is not None:
                 offers[request_id] = request, offer
@@ -165,7 +165,7 @@ class SavePlanner:
         """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
         for request, offer in offers.values():
             self._offer(request, offer)
-            self._requests[request.request_id] = request
+            self._requests.add(request)
 
     def _offer(self, request: RequestState, offer: Offer) -> None:
         num_chunks, changes = offer.num_chunks, offer.changes

@@ -182,7 +182,7 @@ class OffloadScheduler:
         )
         if not self._enabled:
             return MISS
-        request = self._requests.get(request_id) or self._requests.new(request_id)
+        request = self._requests.get_or_new(request_id)
         own_limits = None if limits is None else self._requests.within_defaults(limits)
         num_found = self._loads.match(
             request,
@@ -195,7 +195,7 @@ class OffloadScheduler:
         )
         if own_limits is not None:
             self._requests.set_limits(request_id, own_limits)
-        self._requests[request_id] = request
+        self._requests.add(request)
         self._saves.clear_offer(request)  # it may be granted other blocks
         self._saves.observe(request, len(request.keys))
         if self._has_storage:
@@ -256,7 +256,7 @@ class OffloadScheduler:
             request.arrival.since_s = request.arrival.storage_wait_s = None
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
-                self._requests[request_id] = self._requests.new(request_id)
+                self._requests.add(self._requests.new(request_id))
             else:
                 self._loads.release(request)
                 self._loads.count_lookup(request)
@@ -344,8 +344,9 @@ class OffloadScheduler:
         self._forget(request_id)
         if self._swap.can_swap_in(request_id):
             # It returns with the KV that it has. A reset has to find it, and KV that one has invalidated stays invalid.
-            request = self._requests[request_id] = self._requests.new(request_id)
+            request = self._requests.new(request_id)
             request.can_save = former is None or former.can_save
+            self._requests.add(request)
 
     def finish(self, request_id: Given[str]) -> None:
         """A request ended, in any state, swapped out included. Unknown requests are fine."""
@@ -367,7 +368,7 @@ class OffloadScheduler:
         """
         # Chunks that a load in flight has pinned stay until it ends; keys of the new namespace never find them.
         self._context.keys.reset()
-        for request in self._requests.values():
+        for request in self._requests.all():
             self._loads.revoke(request)
             self._saves.clear_offer(request)
             request.start_over(namespace=self._context.keys.namespace)
@@ -522,7 +523,7 @@ class OffloadScheduler:
         return cancelled
 
     def _forget(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.remove(request_id)
         if request is None:
             return
         self._counts.dropped_save_blocks += self._saves.num_dropped(request) * self._config.blocks_per_chunk

@@ -170,7 +170,7 @@ class Transfers:
         Saves in flight have read their blocks before the loss, or are cancelled by the worker that lost its caches.
         """
         self._saves.abandon_plan()
-        for request in self._requests.values():
+        for request in self._requests.all():
             self._saves.clear_offer(request)
             request.mark_caches_lost()
         for load in list(self._queue):
@@ -190,7 +190,7 @@ class Transfers:
         """All host memory is gone. O(jobs + requests), however many chunks there were."""
         self._index.clear()
         self._fail_in(0, sys.maxsize)
-        self._saves.rewind_all(self._requests.values())
+        self._saves.rewind_all(self._requests.all())
 
     def _fail_in(self, first: int, end: int) -> None:
         for job in (*self._jobs.of(*TRANSFERS), *self._queue):
@@ -214,7 +214,7 @@ class Transfers:
         # A large loss is dropped over several calls; this goes through all requests once, after the last.
         if self._lost_keys and not self._index.has_lost_slots:
             lost, self._lost_keys = self._lost_keys, set()
-            self._saves.rewind(self._requests.values(), lost)
+            self._saves.rewind(self._requests.all(), lost)
 
     # Inside.
 
