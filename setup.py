@@ -15,9 +15,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 WANTED = os.environ.get("COMPILE_TPU_OFFLOAD", "")
-# What validates what comes from engines and workers, of whatever type that is; compiled code checks types by itself,
-# with errors that say less.
-INTERPRETED = ("__init__.py", "engine_api.py", "validate.py")
+# What engines make. Compiled classes would check the types of their fields before we do, with errors that say less.
+INTERPRETED = ("__init__.py", "engine_api.py")
 # jax and others are not there when pip builds the package.
 OPTIONS = ("--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--always-true=COMPILES")
 REQUIRES = ["mypy==2.4.*", "numpy>=2.0"]  # to compile

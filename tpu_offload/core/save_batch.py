@@ -1,6 +1,5 @@
 """The chunks of one save job, as they are collected from requests, and the planning of save jobs."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import final
 
@@ -65,9 +64,12 @@ class SaveJobs:
         )
 
 
-@dataclasses.dataclass(slots=True)
+@final
 class SaveBatch:
     """The chunks of one save job, as they are collected.
+
+    Args:
+      num_groups: groups with full attention.
 
     Attributes:
       tables: per group with full attention, blocks of HBM.
@@ -76,10 +78,11 @@ class SaveBatch:
       request_ids: the requests that hold the blocks.
     """
 
-    tables: list[list[int]]
-    keys: list[ChunkKey] = dataclasses.field(default_factory=list)
-    slots: list[int] = dataclasses.field(default_factory=list)
-    request_ids: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, num_groups: int) -> None:
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.keys: list[ChunkKey] = []
+        self.slots: list[int] = []
+        self.request_ids: list[str] = []
 
     def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
         """Adds the chunks of these numbers, ascending, of one request."""

@@ -309,12 +309,12 @@ class SavePlanner:
     def _plan_all(self, kind: JobKind, requests: Iterable[RequestState], room: int, *, deadline_s: float) -> int:
         """Plans saves for these requests, in their order, of at most `room` chunks; returns how many."""
         is_use = kind is JobKind.SAVE
-        shared, num_saved = self._new_batch(), 0
+        shared, num_saved = SaveBatch(self._num_full_groups), 0
         some_back_off = len(self._backoff) > 0
         try:
             for request in requests:
                 # Chunks that failed get a job of their own, so that they fail no others again.
-                batch = self._new_batch() if some_back_off and self._backs_off(request) else shared
+                batch = SaveBatch(self._num_full_groups) if some_back_off and self._backs_off(request) else shared
                 num_saved += self._plan_one(request, batch, room - num_saved, is_use=is_use)
                 if batch is not shared and batch.slots:
                     self._plan_job(kind, batch, deadline_s=deadline_s)
@@ -408,9 +408,6 @@ class SavePlanner:
                 request.request_id,
                 self._num_unchained,
             )
-
-    def _new_batch(self) -> SaveBatch:
-        return SaveBatch([[] for _ in range(self._num_full_groups)])
 
     def _plan_job(self, kind: JobKind, batch: SaveBatch, *, deadline_s: float) -> None:
         num_blocks = len(batch.tables[0])

@@ -1,8 +1,13 @@
-"""Validates engine calls and worker reports before they change any state."""
+"""Validates engine calls and worker reports before they change any state.
+
+What comes from outside is `Any` here, also where its type was compared with the expected one: mypyc would check the
+fields of a `StepReport` against their annotations, with errors that say less (see tpu_offload/native.py). Hence
+`kind = type(report)` before a comparison, after which mypy takes a report for what it was.
+"""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, cast
 
 from tpu_offload.config import OffloadConfig, SaveEvent
 from tpu_offload.config.environment import env_name
@@ -13,10 +18,12 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 
-_FINISHED = JobState.FINISHED
-_ENDS = (_FINISHED, JobState.FAILED, JobState.CANCELLED)
-_MAX = 2**63 - 1
-_LISTS = {list}
+_FINISHED: Final = JobState.FINISHED
+_ENDS: Final = (_FINISHED, JobState.FAILED, JobState.CANCELLED)
+_MAX: Final = 2**63 - 1
+_SMALL: Final = 2**62 - 1  # compiled code compares with it without an object
+_MAX_S: Final = float(_MAX)
+_LISTS: Final = {list}
 
 
 def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -> int:
@@ -72,8 +79,9 @@ def report_error(report: Any, *, num_workers: int, num_pools: int, num_groups: i
       num_groups: the layout's layer groups.
       max_swap_blocks: blocks that the swap pool can have of one layer group.
     """
-    if type(report) is not StepReport:
-        return f"a report is a {type(report).__name__}; expected a StepReport"
+    kind = type(report)
+    if kind is not StepReport:
+        return f"a report is a {kind.__name__}; expected a StepReport"
     try:
         return _report_error(report, num_workers, num_pools, num_groups, max_swap_blocks)
     except AttributeError as e:  # unpickled from something else
@@ -82,23 +90,30 @@ def report_error(report: Any, *, num_workers: int, num_pools: int, num_groups: i
 
 def has_setup(report: Any) -> bool:
     """Whether a report has a valid `WorkerSetup`, even if the rest is invalid."""
-    if type(report) is not StepReport:
+    kind = type(report)
+    if kind is not StepReport:
         return False
     try:
-        if type(report.setup) is not WorkerSetup:
-            return False
         return _are_counts((report.worker_id, report.incarnation)) and not _setup_error(report.setup)
     except AttributeError:  # unpickled from something else
         return False
 
 
-def _report_error(report: StepReport, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
+def _report_error(report: Any, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     slots = report.num_host_slots
     if type(slots) is not tuple or len(slots) != num_pools:
         return f"slots of the host tier are {slots!r:.100}; expected a tuple with a count for each of {num_pools} pools"
-    ids = report.worker_id, report.incarnation, report.num_cache_losses
-    numbers = (*ids, *slots, report.num_host_segments, report.division_id, report.oldest_job_id)
-    if not _are_counts(numbers):
+    if not (
+        _is_count(report.worker_id)
+        and _is_count(report.incarnation)
+        and _is_count(report.num_cache_losses)
+        and _are_counts(slots)
+        and _is_count(report.num_host_segments)
+        and _is_count(report.division_id)
+        and _is_count(report.oldest_job_id)
+    ):
+        ids = report.worker_id, report.incarnation, report.num_cache_losses
+        numbers = (*ids, *slots, report.num_host_segments, report.division_id, report.oldest_job_id)
         return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
     if type(report.storage_job_ids) is not tuple or not _are_counts(report.storage_job_ids):
         return f"storage jobs are {report.storage_job_ids!r:.100}; expected a tuple of integers from 0 on"
@@ -171,8 +186,9 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
     Raises:
       RequestError: it has another type, or a field is invalid.
     """
+    kind = type(scheduled)
     if (
-        type(scheduled) is ScheduledRequest
+        kind is ScheduledRequest
         and type(scheduled.request_id) is str
         and type(scheduled.num_prompt_tokens) is int
         and type(scheduled.num_computed_tokens) is int
@@ -183,8 +199,8 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
         and (num_groups == 1 or set(map(type, scheduled.block_tables)) == _LISTS)
         and type(scheduled.block_hashes) is list
     ):  # fast path: nearly always taken, and a step may name hundreds
-        return scheduled
-    if type(scheduled) is not ScheduledRequest:
+        return cast(ScheduledRequest, scheduled)
+    if kind is not ScheduledRequest:
         raise RequestError(f"a step has {one_line(scheduled)}; expected ScheduledRequests")
     request_id = scheduled.request_id
     num_prompt_tokens, num_computed_tokens = check_request(
@@ -194,12 +210,13 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
         names=("num_prompt_tokens", "num_computed_tokens"),
     )
     check_sequence(request_id, scheduled.block_hashes, "block hashes")
-    return dataclasses.replace(
+    changed: ScheduledRequest = dataclasses.replace(
         scheduled,
         block_tables=read_tables(request_id, scheduled.block_tables, num_groups=num_groups),
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=num_computed_tokens,
     )
+    return changed
 
 
 def check_iterable(items: Any, what: str, expected: str) -> None:
@@ -210,7 +227,8 @@ def check_iterable(items: Any, what: str, expected: str) -> None:
 
 def check_epoch(epoch: Any, *, num_workers: int) -> None:
     """Raises RequestError unless this is a CacheEpoch of an existing worker."""
-    if type(epoch) is not CacheEpoch:
+    kind = type(epoch)
+    if kind is not CacheEpoch:
         raise RequestError(f"the KV caches are named by {one_line(epoch)}; expected what OffloadWorker.cache_epoch is")
     if not _are_counts((epoch.worker_id, epoch.incarnation, epoch.num_losses)) or epoch.worker_id >= num_workers:
         raise RequestError(
@@ -231,7 +249,8 @@ def check_prefix(prefix: Any) -> CachedPrefix:
     Raises:
       RequestError: it has another type, or a field is invalid.
     """
-    if type(prefix) is not CachedPrefix:
+    kind = type(prefix)
+    if kind is not CachedPrefix:
         raise RequestError(f"what is evicted is {one_line(prefix)}; expected a CachedPrefix")
     name = "of a cached prefix"
     check_sequence(name, prefix.block_hashes, "block hashes")
@@ -245,7 +264,8 @@ def check_prefix(prefix: Any) -> CachedPrefix:
             f"a cached prefix has {num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
             f"block_of={one_line(prefix.block_of)}; expected at least one block, a hash for each, and a function"
         )
-    return dataclasses.replace(prefix, num_blocks=num_blocks, num_prompt_tokens=num_prompt_tokens)
+    changed: CachedPrefix = dataclasses.replace(prefix, num_blocks=num_blocks, num_prompt_tokens=num_prompt_tokens)
+    return changed
 
 
 def read_request_ids(request_ids: Any) -> list[str]:
@@ -269,9 +289,10 @@ def read_numbers(request_id: str, name: str, numbers: Any) -> frozenset[int]:
 
 
 def _result_error(result: Any) -> str:
-    if type(result) is not JobResult:
-        return f"a result is a {type(result).__name__}; expected a JobResult"
-    if type(result.job_id) is not int or not 0 <= result.job_id <= _MAX:
+    kind = type(result)
+    if kind is not JobResult:
+        return f"a result is a {kind.__name__}; expected a JobResult"
+    if not _is_count(result.job_id):
         return f"a result of job {result.job_id!r:.100}; expected an integer from 0 on"
     state = result.state
     if state is not _FINISHED and (not isinstance(state, JobState) or state not in _ENDS):
@@ -279,17 +300,18 @@ def _result_error(result: Any) -> str:
     if type(result.error) is not str:
         return f"the error of job {result.job_id} is a {type(result.error).__name__}; expected text"
     seconds = duration_s, copy_s = result.duration_s, result.copy_s
-    are_plain = type(duration_s) is float is type(copy_s) and 0 <= duration_s < _MAX > copy_s >= 0
+    are_plain = type(duration_s) is float is type(copy_s) and 0.0 <= duration_s < _MAX_S > copy_s >= 0.0
     if not are_plain and not _are_seconds(seconds):
         return f"job {result.job_id} took {seconds!r:.100} seconds; expected numbers from 0 on"
     failed = result.failed_blocks
-    if failed != () and (type(failed) is not tuple or not _are_counts(failed)):
+    if type(failed) is not tuple or not _are_counts(failed):
         return f"the failed blocks of job {result.job_id} are {failed!r:.100}; expected positions from 0 on"
     missing = result.missing_chunks
-    if missing != () and (type(missing) is not tuple or not _are_counts(missing)):
+    if type(missing) is not tuple or not _are_counts(missing):
         return f"the missing chunks of job {result.job_id} are {missing!r:.100}; expected positions from 0 on"
-    if result.num_found != () and (type(result.num_found) is not tuple or not _are_counts(result.num_found)):
-        return f"lookup {result.job_id} has found {result.num_found!r:.100}; expected a tuple of integers from 0 on"
+    num_found = result.num_found
+    if type(num_found) is not tuple or not _are_counts(num_found):
+        return f"lookup {result.job_id} has found {num_found!r:.100}; expected a tuple of integers from 0 on"
     if state is _FINISHED and (result.error or failed):
         return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
     return ""
@@ -297,8 +319,9 @@ def _result_error(result: Any) -> str:
 
 def _setup_error(setup: Any) -> str:
     """Why the worker's settings are invalid; empty if they are valid."""
-    if type(setup) is not WorkerSetup:
-        return f"the setup of a worker is a {type(setup).__name__}; expected a WorkerSetup"
+    kind = type(setup)
+    if kind is not WorkerSetup:
+        return f"the setup of a worker is a {kind.__name__}; expected a WorkerSetup"
     counts = (
         setup.num_processes,
         setup.process_index,
@@ -319,7 +342,7 @@ def _setup_error(setup: Any) -> str:
     return _storage_error(setup)
 
 
-def _storage_error(setup: WorkerSetup) -> str:
+def _storage_error(setup: Any) -> str:
     """Why a worker's fields about storage are invalid, with one entry for each tier; empty if they are valid."""
     chunks, stored, shares = setup.storage_chunks, setup.stored_keys, setup.shares_storage
     if not all(type(entries) is tuple for entries in (chunks, stored, shares)) or not _are_counts(chunks):
@@ -334,7 +357,7 @@ def _storage_error(setup: WorkerSetup) -> str:
     return ""
 
 
-def _memory_error(report: StepReport, *, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
+def _memory_error(report: Any, *, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why the report's host memory fields are invalid; empty if they are valid."""
     blocks, lost_blocks, lost_slots = report.num_swap_blocks, report.lost_swap_blocks, report.lost_slots
     if (blocks, lost_blocks, lost_slots) == ((), (), ()):  # nearly always
@@ -357,18 +380,19 @@ def _are_ranges(lost: Any, num: int) -> bool:
     )
 
 
-def _are_counts(numbers: Iterable[Any]) -> bool:
+def _are_counts(numbers: tuple[Any, ...]) -> bool:
     for n in numbers:  # noqa: SIM110 - a generator takes three times as long, and each step makes several such calls
-        if type(n) is not int or not 0 <= n <= _MAX:
+        if not _is_count(n):
             return False
     return True
 
 
-def _are_seconds(numbers: Iterable[Any]) -> bool:
-    for n in numbers:  # noqa: SIM110 - as above
-        if type(n) not in (float, int) or not 0 <= n < _MAX:
-            return False
-    return True
+def _is_count(n: Any) -> bool:
+    return type(n) is int and n >= 0 and (n <= _SMALL or n <= _MAX)
+
+
+def _are_seconds(numbers: tuple[Any, ...]) -> bool:
+    return all(type(n) in (float, int) and 0 <= n < _MAX for n in numbers)
 
 
 def _is_range(first: Any, end: Any) -> bool:

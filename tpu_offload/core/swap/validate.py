@@ -1,7 +1,7 @@
 """Validates what engines pass to `RequestSwap`, before anything is changed."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tpu_offload.core.block_tables import read_ids, read_tables
 from tpu_offload.core.validate import read_numbers
@@ -9,7 +9,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.values import as_integer, one_line
 
-_MAX_TOKENS = 2**63 - 1
+_MAX_TOKENS: Final = 2**63 - 1
 
 
 def read_prefill(num_tokens: Any, seconds: Any) -> tuple[int, float]:
@@ -19,6 +19,7 @@ def read_prefill(num_tokens: Any, seconds: Any) -> tuple[int, float]:
       RequestError: one of them is not a number.
     """
     count = as_integer(num_tokens)
+    took_s: float | None
     try:
         took_s = float(seconds)
     except Exception:  # the object is not ours
