@@ -1,6 +1,5 @@
 """From a request's block hashes to its load: looks up the prefix, promises it, turns the promise into a load."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload.core.block_tables import read_ids
@@ -139,7 +138,7 @@ class LoadPlanner:
         found = request.last_match
         first_chunk = num_computed_tokens // (self._block_size * self._blocks_per_chunk)
         if request.use.num_in_hbm != first_chunk:
-            request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
+            request.use = request.use.replace(num_in_hbm=first_chunk)
         slots = self._index.find(request.keys, first_chunk)
         if had_failed_load:
             del slots[self._backoff.trusted_end(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]

@@ -1,6 +1,5 @@
 """The scheduler's state of one request, from its first match, admission or offer until it gives its blocks back."""
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -158,7 +157,7 @@ class RequestState:
         """Sets the limits, and the priority that policies see."""
         self.limits = limits
         if self.use.priority != limits.priority:
-            self.use = dataclasses.replace(self.use, priority=limits.priority)
+            self.use = self.use.replace(priority=limits.priority)
 
     def extend_keys(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Adds the missing keys of the full chunks of `block_hashes`.

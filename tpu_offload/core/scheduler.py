@@ -295,7 +295,7 @@ class OffloadScheduler:
         prefix = check_prefix(prefix)
         if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
             request = self._requests.new("the prefix cache")
-            request.use = dataclasses.replace(request.use, is_request=False)
+            request.use = request.use.replace(is_request=False)
             request.limit(self._requests.within_defaults(prefix.limits))
             self._saves.early.evict(prefix, request)
 

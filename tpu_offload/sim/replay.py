@@ -121,7 +121,7 @@ class _Replay:
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
         host, saves = self._host, self._saves
-        use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
+        use = next(self._uses).replace(num_in_hbm=in_hbm)
         saves.observe(use, keys)
         in_host = host.find(keys)
         for tier in self._storage:
@@ -138,7 +138,7 @@ class _Replay:
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(evicted):
-                eviction = dataclasses.replace(next(self._uses), is_request=False)
+                eviction = next(self._uses).replace(is_request=False)
                 host.save(eviction, prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
             self._settle()
             host.unpin(promised)

@@ -1,6 +1,5 @@
 """What the default policy keeps, and what it costs."""
 
-import dataclasses
 import gc
 import random
 from collections import OrderedDict
@@ -278,7 +277,7 @@ def test_a_save_because_hbm_evicts_is_no_use_and_its_lifetime_goes_on(tier) -> N
     assert not tier.num_kept(prompt)
     run = policy._runs[prompt[0]]
     num_uses, used, begun = run.num_uses, lifetimes._all_uses.sum(), run.time
-    tier.save(dataclasses.replace(tier.new_use(len(prompt)), is_request=False), prompt, len(prompt))
+    tier.save(tier.new_use(len(prompt)).replace(is_request=False), prompt, len(prompt))
     assert tier.num_kept(prompt) == 8
     assert (run.num_uses, lifetimes._all_uses.sum()) == (num_uses, used)
     assert (run.time, policy._queues.now > begun) == (begun, True)
@@ -291,7 +290,7 @@ def test_chunks_saved_again_because_hbm_evicts_them_are_tracked_anew(tier) -> No
     policy, prompt = density_of(tier), chain("a", 8)
     tier.serve(prompt)
     tier.serve_all([chain(f"other {i}", 10) for i in range(20)])
-    tier.save(dataclasses.replace(tier.new_use(len(prompt)), is_request=False), prompt, len(prompt))
+    tier.save(tier.new_use(len(prompt)).replace(is_request=False), prompt, len(prompt))
     run = policy._runs[prompt[0]]
     assert {life for number, life in policy._tracked if number == run.number}.isdisjoint({run.life})
     assert policy._runs.with_life((run.number, run.life)) is run
@@ -318,7 +317,7 @@ def test_what_hbm_has_makes_room_for_what_it_evicts() -> None:
         hbm.move_to_end(number)
         if len(hbm) > 30:
             evicted = documents[hbm.popitem(last=False)[0]]
-            tier.save(dataclasses.replace(tier.new_use(), is_request=False), evicted, 10)
+            tier.save(tier.new_use().replace(is_request=False), evicted, 10)
     assert num_hits > 0.65 * num_asked
 
 

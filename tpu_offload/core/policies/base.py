@@ -2,16 +2,14 @@
 
 import abc
 from collections.abc import Collection, Container, Sequence
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 from tpu_offload.core.chunk_table import Entries
-from tpu_offload.frozen import record
 from tpu_offload.native import Given, mypyc_attr
 from tpu_offload.types import ChunkKey
 
 
 @final
-@record(frozen=True, slots=True)
 class Use:
     """One request's use of chunks: all calls to a policy between its match and its end carry the same one.
 
@@ -24,10 +22,26 @@ class Use:
       is_request: False for a save because HBM evicts blocks.
     """
 
-    use_id: int
-    priority: int = 0
-    num_in_hbm: int = 0
-    is_request: bool = True
+    # Not a dataclass: the constructor of one is not compiled, and each request makes a use.
+    def __init__(self, use_id: int, priority: int = 0, num_in_hbm: int = 0, is_request: bool = True) -> None:
+        self.use_id: Final = use_id
+        self.priority: Final = priority
+        self.num_in_hbm: Final = num_in_hbm
+        self.is_request: Final = is_request
+
+    def replace(
+        self, *, priority: int | None = None, num_in_hbm: int | None = None, is_request: bool | None = None
+    ) -> "Use":
+        """The same use with other attributes; those that are None stay."""
+        return Use(
+            self.use_id,
+            self.priority if priority is None else priority,
+            self.num_in_hbm if num_in_hbm is None else num_in_hbm,
+            self.is_request if is_request is None else is_request,
+        )
+
+    def __repr__(self) -> str:
+        return f"Use({self.use_id}, {self.priority}, num_in_hbm={self.num_in_hbm}, is_request={self.is_request})"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
