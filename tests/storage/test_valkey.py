@@ -213,6 +213,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
         for key in keys[:3000]:
             asker(tier).set(server_key(tier, key), b"x")
         trips: list[int] = []
+        num_before = calls_of(tier, "exists")
         pipeline = tier._pipeline
 
         def counted(groups):
@@ -222,7 +223,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
         monkeypatch.setattr(tier, "_pipeline", counted)
         assert list(tier.find([keys, keys[:2900], [b"other", *keys]])) == [3000, 2900, 0]
         assert len(trips) <= 6
-        assert calls_of(tier, "exists") == sum(trips) < 200, "a request for each range, not for each key"
+        assert calls_of(tier, "exists") - num_before == sum(trips) < 200, "a request for each range, not for each key"
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
@@ -468,6 +469,13 @@ def test_passwords(tmp_path, caplog):
         assert "No permissions to access a key" in refused(
             url(server, f"&user=no&password_file={tmp_path}/right"), caplog
         )
+        with opened(server, f"&password_file={tmp_path}/right") as tier:
+            for command in ("exists", "unlink", "get", "set", "info"):
+                rules = [">SECRET-right", "~tpu_offload:*", "+@all", f"-{command}"]
+                asker(tier).custom_command(["ACL", "SETUSER", f"no-{command}", "on", *rules])
+        for command in ("exists", "unlink", "get", "set", "info"):
+            line = refused(url(server, f"&user=no-{command}&password_file={tmp_path}/right"), caplog)
+            assert f"no permissions to run the '{command}' command" in line
     assert "SECRET" not in caplog.text
 
 

@@ -69,7 +69,7 @@ BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
 # Signs in an error of the library, which has no types for them, that the server may answer later.
 _UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
-_UNABLE = ("OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "max number of clients")  # it has answered
+_UNABLE = ("OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "READONLY", "max number of clients")  # it has answered
 
 
 @final
@@ -117,6 +117,7 @@ class ValkeyTier(StorageTier):
             self._records = _GlideRecords(connect(), connect()) if through_glide else RecordConnections(server)
             self._prefix()
             self._check_bound()
+            self._check_permissions()
         except GlideError as e:
             self._check_unreachable(e)
         except OSError as e:
@@ -137,6 +138,17 @@ class ValkeyTier(StorageTier):
             reason(error),
             "; does it have TLS?" if SCHEMES[self._where.split(":")[0]] else "",
         )
+
+    def _check_permissions(self) -> None:
+        """Calls what lookups, writes and deletions need, so that it changes nothing; the generation was read before.
+
+        Raises:
+          GlideError: the user has no permission.
+        """
+        nothing = f"{self._root}nothing"
+        self._askers.exists([nothing])
+        self._askers.set(nothing, "", conditional_set=ConditionalChange.ONLY_IF_EXISTS)
+        self._askers.unlink([nothing])
 
     def _check_bound(self) -> None:
         """Logs a server that will not make room when it is full."""
