@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.core.index.checkpoints import Checkpoint
     from tpu_offload.core.index.chunk_states import ChunkStates
     from tpu_offload.core.jobs import JobTable
+    from tpu_offload.core.load_queue import LoadQueue
     from tpu_offload.core.loading import LoadPlanner
     from tpu_offload.core.policies.density import DensityPolicy
     from tpu_offload.core.policies.lifetimes import Lifetimes
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.core.storage.stack import StorageStackPlanner
     from tpu_offload.core.swap.manager import RequestSwap
     from tpu_offload.core.swap.swapped_request import SwappedRequest
+    from tpu_offload.core.workers import Workers
     from tpu_offload.engine import Engine
     from tpu_offload.engine.block_manager import BlockManager
     from tpu_offload.engine.kv_blocks import KVBlocks
@@ -48,7 +50,7 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.storage.resp_connection import Connection
     from tpu_offload.storage.valkey import ValkeyTier
     from tpu_offload.storage.valkey_records import RecordConnections
-    from tpu_offload.types import ChunkKey, StepReport
+    from tpu_offload.types import BlockHash, ChunkKey, StepReport
     from tpu_offload.worker.jobs import WorkerJobs
     from tpu_offload.worker.page_group_copies import PageGroupCopies
     from tpu_offload.worker.staging import StagingUsage
@@ -164,9 +166,14 @@ def chunk_index(scheduler: "OffloadScheduler") -> "ChunkIndex":
     return tier_context(scheduler).index
 
 
+def slots_in(index: "ChunkIndex") -> "ChunkTable[int]":
+    """The slot of each chunk in an index, READY or not; the index's own table."""
+    return index._tree.slot_of
+
+
 def slot_of_chunk(scheduler: "OffloadScheduler") -> "ChunkTable[int]":
     """The slot of each chunk in the host tier, READY or not; the index's own table."""
-    return chunk_index(scheduler)._tree.slot_of
+    return slots_in(chunk_index(scheduler))
 
 
 def chunk_states(scheduler: "OffloadScheduler") -> "ChunkStates":
@@ -196,6 +203,16 @@ def request_table(scheduler: "OffloadScheduler") -> "RequestTable":
     return tier_context(scheduler).requests
 
 
+def workers_of(scheduler: "OffloadScheduler") -> "Workers":
+    """The workers as a scheduler knows them."""
+    return scheduler._workers
+
+
+def load_queue(scheduler: "OffloadScheduler") -> "LoadQueue":
+    """The loads that wait for a plan."""
+    return scheduler._queue
+
+
 def load_planner(scheduler: "OffloadScheduler") -> "LoadPlanner":
     """The part of a scheduler that plans loads."""
     return scheduler._loads
@@ -214,6 +231,13 @@ def host_pools(scheduler: "OffloadScheduler") -> "HostPools":
 def segment_moves(scheduler: "OffloadScheduler") -> "SegmentMoves | None":
     """Moves of host memory between the pools of chunks and states; None without states."""
     return host_pools(scheduler)._moves
+
+
+def set_pool_balance(scheduler: "OffloadScheduler", balance: Any) -> None:
+    """Has another rule decide when memory moves between the pools of chunks and states."""
+    moves = segment_moves(scheduler)
+    assert moves is not None
+    moves._balance = balance
 
 
 def storage_stack_planner(scheduler: "OffloadScheduler") -> "StorageStackPlanner":
@@ -244,6 +268,11 @@ def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, None]":
 def swapped_requests(swap: "RequestSwap") -> "dict[str, SwappedRequest]":
     """The requests that are swapped out."""
     return swap._swapped
+
+
+def swap_pool_hashes(scheduler: "OffloadScheduler") -> "dict[int, BlockHash]":
+    """The blocks of the swap pool that can be found, and their hashes; the pool's own table."""
+    return tier_context(scheduler).swap_pool._hash_of
 
 
 def connector_scheduler(side: "SchedulerSide") -> "OffloadScheduler | None":
