@@ -22,7 +22,12 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.core.index.checkpoints import Checkpoint
     from tpu_offload.core.index.chunk_states import ChunkStates
     from tpu_offload.core.jobs import JobTable
+    from tpu_offload.core.load_queue import LoadQueue
     from tpu_offload.core.loading import LoadPlanner
+    from tpu_offload.core.policies.density import DensityPolicy
+    from tpu_offload.core.policies.lifetimes import Lifetimes
+    from tpu_offload.core.policies.run_keys import RunTable
+    from tpu_offload.core.policies.runs import RunQueues
     from tpu_offload.core.request_table import RequestTable
     from tpu_offload.core.saving import SavePlanner
     from tpu_offload.core.storage.lookups import LookupPlanner
@@ -30,6 +35,7 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.core.storage.stack import StorageStackPlanner
     from tpu_offload.core.swap.manager import RequestSwap
     from tpu_offload.core.swap.swapped_request import SwappedRequest
+    from tpu_offload.core.workers import Workers
     from tpu_offload.engine import Engine
     from tpu_offload.engine.block_manager import BlockManager
     from tpu_offload.engine.kv_blocks import KVBlocks
@@ -44,7 +50,7 @@ if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload.storage.resp_connection import Connection
     from tpu_offload.storage.valkey import ValkeyTier
     from tpu_offload.storage.valkey_records import RecordConnections
-    from tpu_offload.types import ChunkKey, StepReport
+    from tpu_offload.types import BlockHash, ChunkKey, StepReport
     from tpu_offload.worker.jobs import WorkerJobs
     from tpu_offload.worker.page_group_copies import PageGroupCopies
     from tpu_offload.worker.staging import StagingUsage
@@ -160,9 +166,14 @@ def chunk_index(scheduler: "OffloadScheduler") -> "ChunkIndex":
     return tier_context(scheduler).index
 
 
+def slots_in(index: "ChunkIndex") -> "ChunkTable[int]":
+    """The slot of each chunk in an index, READY or not; the index's own table."""
+    return index._tree.slot_of
+
+
 def slot_of_chunk(scheduler: "OffloadScheduler") -> "ChunkTable[int]":
     """The slot of each chunk in the host tier, READY or not; the index's own table."""
-    return chunk_index(scheduler)._tree.slot_of
+    return slots_in(chunk_index(scheduler))
 
 
 def chunk_states(scheduler: "OffloadScheduler") -> "ChunkStates":
@@ -192,6 +203,16 @@ def request_table(scheduler: "OffloadScheduler") -> "RequestTable":
     return tier_context(scheduler).requests
 
 
+def workers_of(scheduler: "OffloadScheduler") -> "Workers":
+    """The workers as a scheduler knows them."""
+    return scheduler._workers
+
+
+def load_queue(scheduler: "OffloadScheduler") -> "LoadQueue":
+    """The loads that wait for a plan."""
+    return scheduler._queue
+
+
 def load_planner(scheduler: "OffloadScheduler") -> "LoadPlanner":
     """The part of a scheduler that plans loads."""
     return scheduler._loads
@@ -210,6 +231,13 @@ def host_pools(scheduler: "OffloadScheduler") -> "HostPools":
 def segment_moves(scheduler: "OffloadScheduler") -> "SegmentMoves | None":
     """Moves of host memory between the pools of chunks and states; None without states."""
     return host_pools(scheduler)._moves
+
+
+def set_pool_balance(scheduler: "OffloadScheduler", balance: Any) -> None:
+    """Has another rule decide when memory moves between the pools of chunks and states."""
+    moves = segment_moves(scheduler)
+    assert moves is not None
+    moves._balance = balance
 
 
 def storage_stack_planner(scheduler: "OffloadScheduler") -> "StorageStackPlanner":
@@ -242,9 +270,42 @@ def swapped_requests(swap: "RequestSwap") -> "dict[str, SwappedRequest]":
     return swap._swapped
 
 
+def swap_pool_hashes(scheduler: "OffloadScheduler") -> "dict[int, BlockHash]":
+    """The blocks of the swap pool that can be found, and their hashes; the pool's own table."""
+    return tier_context(scheduler).swap_pool._hash_of
+
+
 def connector_scheduler(side: "SchedulerSide") -> "OffloadScheduler | None":
     """The library's scheduler in the connector for vLLM; None until the workers have reported the layout."""
     return side._offload
+
+
+# The default eviction policy.
+
+
+def run_table(policy: "DensityPolicy") -> "RunTable":
+    """The runs of all chunks that a policy knows, resident or not."""
+    return policy._runs
+
+
+def run_queues(policy: "DensityPolicy") -> "RunQueues":
+    """The queues in which runs await eviction."""
+    return policy._queues
+
+
+def lifetimes_of(policy: "DensityPolicy") -> "Lifetimes":
+    """What a policy has learned of the time to the next use."""
+    return run_queues(policy).lifetimes
+
+
+def tracked_runs(policy: "DensityPolicy") -> "Collection[tuple[int, int]]":
+    """Runs with evicted chunks, as number and lifetime; stale entries too."""
+    return policy._tracked
+
+
+def prompt_ends(policy: "DensityPolicy") -> "Collection[tuple[int, int]]":
+    """Runs that end with the last chunk of a prompt, as number and ticket; stale entries too."""
+    return policy._ends
 
 
 # The embedded engine.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.inside import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.types import ChunkKey, Pool
@@ -16,7 +17,7 @@ def allocate(index: ChunkIndex, keys: list[ChunkKey], first: int = 0, *, protect
 
 
 def complete(index: ChunkIndex, keys: list[ChunkKey], *, success: bool) -> None:
-    index.complete(keys, [index._tree.slot_of[key] for key in keys], success=success)
+    index.complete(keys, [slots_in(index)[key] for key in keys], success=success)
 
 
 def make(num_slots: int) -> ChunkIndex:

@@ -361,9 +361,9 @@ class LRUIndexMachine(IndexMachine):
 @pytest.fixture(autouse=True)
 def _slices_end_soon(monkeypatch):
     """Density learns, merges slices and forgets within the few chunks of this model."""
-    monkeypatch.setattr(runs, "_MIN_SLICE", 4)
-    monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
-    monkeypatch.setattr(density, "_MIN_TRACKED", 4)
+    monkeypatch.setattr(runs, "MIN_SLICE", 4)
+    monkeypatch.setattr(runs, "LEARN_EVERY", 8)
+    monkeypatch.setattr(density, "MIN_TRACKED", 4)
     monkeypatch.setattr(run_keys, "_SLAB", 2)
 
 

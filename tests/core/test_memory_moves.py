@@ -9,7 +9,8 @@ import pytest
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.policies import example
 from tests.core.window_engine import WindowEngine
-from tests.inside import segment_moves, tier_context
+from tests.inside import segment_moves, set_pool_balance, tier_context
+from tests.opcodes import num_opcodes
 from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex, PoolBalance, PoolMove, checkpoints
 from tpu_offload.core.policies import LRUPolicy
@@ -46,9 +47,7 @@ class Tier:
         self.worker = FakeWorker(num_host_chunks=8 * CHUNKS, num_host_states=8 * STATES)
         self.engine = WindowEngine((), num_rows=60, workers=[self.worker], **settings)
         self.rule = DrawnRule()
-        moves = segment_moves(self.engine.scheduler)
-        assert moves is not None
-        moves._balance = self.rule
+        set_pool_balance(self.engine.scheduler, self.rule)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -116,14 +115,16 @@ def test_chunks_get_memory_by_age_with_policies_that_evict_by_age(
     scheduler = OffloadScheduler(tier_context(engine.scheduler).config, engine.layout, num_workers=1, policy=policy)
     balance = tier_context(scheduler).balance
     assert balance is not None
-    assert balance._goes_by_age(Pool.CHUNKS) == by_age
+    for pool, age in ((Pool.CHUNKS, 1), (Pool.STATES, 1000)):
+        balance.note_evicted(pool, 1000, age)
+    move = balance.choose(now=1000, num_segments=(8, 8), num_free=(0, 0))
+    assert (move is not None) == by_age, "to the pool of the younger"
 
 
 def test_the_rule_is_asked_only_when_something_has_changed() -> None:
     tier = Tier()
-    moves = segment_moves(tier.engine.scheduler)
-    assert moves is not None
-    moves._balance = rule = CountedRule()
+    rule = CountedRule()
+    set_pool_balance(tier.engine.scheduler, rule)
     tier.step(5)
     assert rule.num_asked == 1
     tier.engine.serve("a", tokens(17))
@@ -132,6 +133,8 @@ def test_the_rule_is_asked_only_when_something_has_changed() -> None:
     assert num_asked > 1, "slots were taken"
     tier.step(5)
     assert rule.num_asked == num_asked
+    moves = segment_moves(tier.engine.scheduler)
+    assert moves is not None
     moves.reconsider()  # as a report that says what a worker has
     tier.step(5)
     assert rule.num_asked == num_asked + 1
@@ -318,20 +321,11 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
     assert last is not None
     if is_held:
         index.checkpoints.hold(last)
-    looked_at: list[checkpoints.Checkpoint] = []
-    real = checkpoints.CheckpointTable._is_resident
-
-    def is_resident(table: checkpoints.CheckpointTable, checkpoint: checkpoints.Checkpoint) -> bool:
-        looked_at.append(checkpoint)
-        return real(table, checkpoint)
-
-    monkeypatch.setattr(checkpoints.CheckpointTable, "_is_resident", is_resident)
     num_calls = 0
-    while num_calls < 40 and any(slot in range(400, 1600) for slot in index.checkpoints._pieces.key_of):
+    while num_calls < 40 and any(slot in range(400, 1600) for slot in index.checkpoints.occupied()):
         num_calls += 1
-        looked_at.clear()
-        index.checkpoints.evict_from(Pool.CHUNKS, range(400, 1600))
-        assert len(looked_at) < 2 * 101, "twice if it is dropped"
+        cost = num_opcodes(index.checkpoints.evict_from, Pool.CHUNKS, range(400, 1600))
+        assert cost < 40_000, "19,000; one call for all of them takes 144,000"
     assert num_calls == 40 if is_held else num_calls in range(4, 20)
     index.shrink(Pool.CHUNKS, 400)
     assert is_held != any(index.vacate(Pool.CHUNKS, 400) for _ in range(20))

@@ -1,6 +1,7 @@
 """What is worth saving."""
 
 import hashlib
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,10 +20,15 @@ def keys(first: int, end: int, name: str = "") -> list[ChunkKey]:
 
 
 def test_without_sightings_everything_is_saved_and_nothing_is_counted():
-    policy = SaveBySightings()
-    policy.observe(Use(0), keys(0, 5))
-    policy.resize(10**9)
-    assert policy._sketch is None
+    tracemalloc.start()
+    try:
+        policy = SaveBySightings()
+        policy.observe(Use(0), keys(0, 5))
+        policy.resize(10**5)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 10_000, "counts of 256 keys take more"
     assert policy.num_chunks_worth_saving(keys(0, 5), 2, 5) == 3
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.inside import prompt_ends, run_table, tracked_runs
 from tests.opcodes import num_opcodes
 from tpu_offload import (
     BlockHash,
@@ -252,12 +253,12 @@ def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
     policy = DensityPolicy()
     index = ChunkIndex(policy)
     index.grow(Pool.CHUNKS, 20_000)
-    keys = chain(0, 20_000)
+    keys, runs = chain(0, 20_000), run_table(policy)
     index.complete(keys, index.allocate(Use(0), keys, range(20_000)), success=True)
     for num_chunks in range(256, 20_001, 256):
-        before = {key: policy._runs[key] for key in keys}
+        before = {key: runs[key] for key in keys}
         index.touch(Use(1), keys, num_chunks)
-        assert sum(policy._runs[key] is not run for key, run in before.items()) <= 1024
+        assert sum(runs[key] is not run for key, run in before.items()) <= 1024
     index.check_invariants()
 
 
@@ -290,10 +291,10 @@ def test_the_garbage_collector_visits_no_keys_of_a_run_and_no_entries_of_evicted
         index.complete(keys, index.allocate(Use(i), keys, range(20)), success=True)
     gc.collect()
     gc.collect()  # a tuple is untracked once those in it are
-    runs = policy._runs.runs()
+    runs = run_table(policy).runs()
     assert len(runs) == 100
     assert not any(gc.is_tracked(held) for run in runs for held in gc.get_referents(run.keys) if held is not RunKeys)
-    assert not any(gc.is_tracked(entry) for entries in (policy._ends, policy._tracked) for entry in entries)
+    assert not any(gc.is_tracked(entry) for entries in (prompt_ends(policy), tracked_runs(policy)) for entry in entries)
 
 
 def _reachable(index):

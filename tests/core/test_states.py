@@ -416,8 +416,9 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
 
 
 def test_a_loss_of_chunks_that_no_worker_can_have_is_none_of_states() -> None:
-    pools = host_pools(state_engine().scheduler)
-    num_chunks, num_states = pools._max_slots
+    engine = state_engine()
+    pools = host_pools(engine.scheduler)
+    num_chunks, num_states = tier_context(engine.scheduler).config.host_slots(engine.layout)
     assert pools.slot_range(0, 3, 2**40) == range(3, num_chunks)
     assert pools.slot_range(1, 0, 2) == range(num_chunks, num_chunks + 2)
     assert pools.slot_range(1, 1, 2**40) == range(num_chunks + 1, num_chunks + num_states)

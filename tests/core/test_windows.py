@@ -10,7 +10,7 @@ from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_faults import FaultyLife
 from tests.core.window_lives import RandomLife
-from tests.inside import chunk_index
+from tests.inside import eviction_policy
 from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
 from tpu_offload.types import Direction, JobKind
 
@@ -278,17 +278,17 @@ class Raised(Exception):
 
 
 def raise_once(engine: WindowEngine, monkeypatch: pytest.MonkeyPatch, *, calls: int) -> None:
-    """Has the index raise when it makes room for the `calls`-th time from now on."""
-    index, left = chunk_index(engine.scheduler), [calls]
-    make_room = index._make_room
+    """Has the eviction policy raise when it is called for the `calls`-th time from now on."""
+    policy, left = eviction_policy(engine.scheduler), [calls]
+    evict = policy.evict
 
     def raising(*args: Any) -> None:
         left[0] -= 1
         if not left[0]:
             raise Raised
-        make_room(*args)
+        evict(*args)
 
-    monkeypatch.setattr(index, "_make_room", raising)
+    monkeypatch.setattr(policy, "evict", raising)
 
 
 def full_tier(windows: tuple[int, ...]) -> WindowEngine:

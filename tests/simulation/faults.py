@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
+from tests.inside import workers_of
 from tests.simulation.channel import Channel
 from tests.simulation.memory import mix
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
@@ -140,7 +141,7 @@ class Faults:
 
     def _restart(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        if not self._world.scheduler._workers.known_epoch(worker.worker_id)[0]:
+        if not workers_of(self._world.scheduler).known_epoch(worker.worker_id)[0]:
             return  # the scheduler could not know that it restarted
         missing = (0, 0, 1, 5)[mix(b, 7) % 4]
         worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3], num_missing=missing)

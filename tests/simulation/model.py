@@ -15,7 +15,9 @@ from tests.inside import (
     chunk_index,
     job_table,
     load_planner,
+    load_queue,
     request_table,
+    swap_pool_hashes,
     swapped_requests,
     tier_context,
 )
@@ -38,7 +40,6 @@ from tpu_offload import (
     StepPlan,
     StepReport,
 )
-from tpu_offload.core.breaker import BreakerState
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
@@ -259,7 +260,7 @@ class Model:
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.end_load(name, num_tokens, finished=finished, ended=ended)
-        if bad - {last_block_hash(key) for key in tier_context(self.scheduler).backoff._entries}:
+        if bad - {last_block_hash(key) for key in tier_context(self.scheduler).backoff}:
             raise Violation(f"a chunk whose load failed for {name} has no backoff")
 
     def on_reset(self) -> None:
@@ -269,7 +270,7 @@ class Model:
         self.loads.reset()
         self._void_jobs()
         self.sync_index()
-        if tier_context(self.scheduler).swap_pool._block_of:
+        if swap_pool_hashes(self.scheduler):
             raise Violation("the swap pool still finds blocks by hash after the reset")
         if self.visible:
             raise Violation(f"{len(self.visible)} chunks from before the reset are visible after it")
@@ -288,7 +289,7 @@ class Model:
     def on_plan(self, plan: StepPlan) -> None:
         """Records the plan's jobs, and checks that they may read and write what they will."""
         self.sync_index()
-        waiting = {load.request_id for load in self.scheduler._queue} | {
+        waiting = {load.request_id for load in load_queue(self.scheduler)} | {
             job.request_id for job in plan.of(JobKind.LOAD)
         }
         for name in self.admitted.keys() - waiting:  # abandoned; the next update says so
@@ -470,8 +471,7 @@ class Model:
                 if slot in self.key_in:
                     raise Violation(f"slot {slot} is visible after the report of its loss")
         for group_id, first, end in report.lost_swap_blocks:
-            hash_of = tier_context(self.scheduler).swap_pool._hash_of
-            if group_id == 0 and not hash_of.keys().isdisjoint(range(first, end)):
+            if group_id == 0 and not swap_pool_hashes(self.scheduler).keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
 
     def _kept(self, report: StepReport) -> tuple[int, int]:
@@ -609,10 +609,12 @@ class Model:
           Violation: a breaker waits for a probe that no longer exists.
         """
         scheduler, swap = self.scheduler, self.scheduler.swap
-        jobs = {(job.job_id, job.direction) for job in job_table(scheduler) if not job.kind.of_swap}
-        swaps = {(job.job_id, job.direction) for job in swap._jobs}
+        jobs, swaps = (
+            {(job.job_id, job.direction) for job in job_table(scheduler) if job.kind.of_swap == of_swap}
+            for of_swap in (False, True)
+        )
         promised = {(r.account, Direction.LOAD) for r in request_table(scheduler).all() if r.promise}
-        promised |= {(load.held.account, Direction.LOAD) for load in scheduler._queue}
+        promised |= {(load.held.account, Direction.LOAD) for load in load_queue(scheduler)}
         out = {(name, Direction.LOAD) for name in swapped_requests(swap)}
         waiting = []
         for kind, breakers, probes in (
@@ -620,11 +622,11 @@ class Model:
             ("swap ", tier_context(scheduler).swap_breakers, swaps | out),
         ):
             for direction, breaker in breakers.items():
-                if breaker._state is BreakerState.PROBING:
+                if breaker.probe is not None:
                     waiting.append(f"{kind}{direction.value}")
-                    if (breaker._probe, direction) not in probes:
+                    if (breaker.probe, direction) not in probes:
                         raise Violation(
-                            f"the breaker {waiting[-1]} waits for the probe {breaker._probe}, which no longer exists"
+                            f"the breaker {waiting[-1]} waits for the probe {breaker.probe}, which no longer exists"
                         )
         return waiting
 

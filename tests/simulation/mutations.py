@@ -879,7 +879,7 @@ MUTATIONS = (
         "while slots are vacated they grow again",
         "SegmentMoves.num_slots",
         "self._num_slots_in(...)",
-        "self._num_slots_in(self._limits)",
+        "self._num_slots_in(self.limits)",
     ),
     Mutation("the last use of a lost chunk is kept", "ChunkIndex._remove", "self._ages.removed(...)", "pass"),
 )

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, final
 
-from tests.inside import segment_moves
+from tests.inside import segment_moves, set_pool_balance, tier_context, workers_of
 from tests.jobs import host_block_ids
 from tests.resets import draw_from
 from tests.simulation import leftovers
@@ -79,17 +79,18 @@ class World:
         )
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         draw_from(f"{setup.seed}", self.scheduler)
-        moves: Any = segment_moves(self.scheduler)
         self.balance: DrawnBalance | None = None
-        if moves is not None:
-            self.balance = moves._balance = DrawnBalance(moves._balance)
+        rule = tier_context(self.scheduler).balance
+        if segment_moves(self.scheduler) is not None and rule is not None:
+            self.balance = DrawnBalance(rule)
+            set_pool_balance(self.scheduler, self.balance)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
         self.model = Model(setup, groups, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
         self.engine = SimEngine(setup, layout, groups, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
         self.faults = Faults(self)
-        self._actions: dict[str, Callable[[int, int], None]] = {
+        self.actions: dict[str, Callable[[int, int], None]] = {
             "step": lambda a, b: self.step(a),
             "arrive": self.engine.arrive,
             "abort": lambda a, b: self.engine.abort(a),
@@ -105,9 +106,9 @@ class World:
           ValueError: an unknown kind.
         """
         kind, a, b = action
-        if kind not in self._actions:
-            raise ValueError(f"{kind!r} is not an action; expected one of {', '.join(self._actions)}")
-        self._actions[kind](a, b)
+        if kind not in self.actions:
+            raise ValueError(f"{kind!r} is not an action; expected one of {', '.join(self.actions)}")
+        self.actions[kind](a, b)
 
     def step(self, number: int) -> None:
         """Runs one step of the engine."""
@@ -127,7 +128,7 @@ class World:
         reads = tuple(read for span in spans for read in self._reads(span))
         writes = tuple(engine.writes(spans))
         engine.complete(spans)
-        epochs = self.scheduler._workers.epochs
+        epochs = workers_of(self.scheduler).epochs
         self.steps_in_flight.append(Dispatched(plan, reads, writes, frozenset(model.jobs), epochs))
         if len(self.steps_in_flight) > self.setup.ahead:
             self._execute(self.steps_in_flight.popleft())
@@ -268,16 +269,16 @@ class World:
         self.balance.is_even = True
         first_step, least = self.num_steps, min(worker.segments.capacity for worker in self.workers)
         while (
-            moves._goal != moves._limits  # a move that the rule has begun, or one to even them
-            or sum(moves._limits) != least
-            or abs(moves._limits[0] - moves._limits[1]) > 1
-            or min(model.num_ready.values()) < moves._limits[0] * self.setup.segment_slots
-            or min(model.num_states_ready.values()) < moves._limits[1] * self.setup.segment_slots
+            moves.goal != moves.limits  # a move that the rule has begun, or one to even them
+            or sum(moves.limits) != least
+            or abs(moves.limits[0] - moves.limits[1]) > 1
+            or min(model.num_ready.values()) < moves.limits[0] * self.setup.segment_slots
+            or min(model.num_states_ready.values()) < moves.limits[1] * self.setup.segment_slots
         ):
             if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
-                raise Violation(f"the pools have {moves._limits} segments; expected half of {least} each")
+                raise Violation(f"the pools have {moves.limits} segments; expected half of {least} each")
             self.step(0)
-        self._check_num_slots(*moves._num_slots_in(moves._limits))
+        self._check_num_slots(*moves.num_slots)
 
     def _check_num_slots(self, num_chunks: int, num_states: int) -> None:
         """Raises Violation unless the scheduler uses all of the host tier that the workers have."""

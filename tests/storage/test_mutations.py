@@ -132,7 +132,7 @@ SHARED_MUTATIONS = (
         "self._asked.pop(prefix[0])",
     ),
     Mutation("what others have stored is deleted", "StoredRecords.forget", "not self.is_shared", "True"),
-    Mutation("what is found exceeds the capacity", "StoragePlanner._add_found", "new[: max(0, records.room)]", "new"),
+    Mutation("what is found exceeds the capacity", "StoragePlanner.add_found", "new[: max(0, records.room)]", "new"),
 )
 
 

@@ -59,6 +59,11 @@ class CircuitBreaker:
         """How often it opened; a failed probe does not count."""
         return self._num_opened
 
+    @property
+    def probe(self) -> Hashable:
+        """Whose copy is the probe: its owner, then its job; None unless there is one."""
+        return self._probe
+
     def admits(self, owner: Hashable) -> bool:
         """Whether a copy for `owner` may be planned; unless the breaker is closed, that copy is a probe."""
         if self._state is BreakerState.OPEN:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 from tpu_offload.types import ChunkKey, Direction
@@ -48,6 +48,9 @@ class ChunkBackoff:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._entries)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries

@@ -136,6 +136,10 @@ class SegmentMoves:
       num_slots: by worker, the slots that it has reported since the last change of the division, or still has of those
         before.
       on_change: called when more slots may be used.
+
+    Attributes:
+      limits: segments, by pool, of the present division.
+      goal: those of the division that slots are vacated for; the same while nothing moves.
     """
 
     def __init__(
@@ -156,8 +160,8 @@ class SegmentMoves:
         self._on_change = on_change
         self._patience_s = _MAX_TIMEOUTS * context.config.job_timeout_s
         self._capacity = dict.fromkeys(range(num_workers), segments.num_segments)
-        self._limits: _Sizes = segments.divide(segments.num_segments, (context.config.state_share,))  # in plans
-        self._goal = self._limits  # differs from the limits while slots are vacated
+        self.limits: _Sizes = segments.divide(segments.num_segments, (context.config.state_share,))
+        self.goal = self.limits
         self._id = 0
         self._division: HostDivision | None = None
         # What a decision depends on, when a move was last considered.
@@ -167,7 +171,7 @@ class SegmentMoves:
     @property
     def num_slots(self) -> _Sizes:
         """Most slots that the index may use."""
-        return self._num_slots_in(_smallest(self._limits, self._goal))
+        return self._num_slots_in(_smallest(self.limits, self.goal))
 
     def accepts(self, report: StepReport) -> bool:
         """Notes how many segments a worker can have; whether its slots are those of the present division."""
@@ -182,11 +186,11 @@ class SegmentMoves:
 
     def within_limits(self, num_slots: _Sizes) -> _Sizes:
         """Those of a worker's slots that it will keep: it may have segments that it has not freed yet."""
-        return _smallest(num_slots, self._num_slots_in(self._limits))
+        return _smallest(num_slots, self._num_slots_in(self.limits))
 
     def plan(self, now_s: float) -> HostDivision | None:
         """Continues or begins a move; returns the division for the coming plan, None for the first one."""
-        if self._goal != self._limits:
+        if self.goal != self.limits:
             self._vacate(now_s)
             return self._division
         # In most steps nothing has changed that a decision depends on.
@@ -198,36 +202,36 @@ class SegmentMoves:
 
     def _consider(self, now_s: float) -> None:
         """Begins a move: to what the workers can have, or as the rule wants it."""
-        if sum(self._limits) != (capacity := min(self._capacity.values())) and capacity > 1:
-            shares = [num_segments / sum(self._limits) for num_segments in self._limits[1:]]
+        if sum(self.limits) != (capacity := min(self._capacity.values())) and capacity > 1:
+            shares = [num_segments / sum(self.limits) for num_segments in self.limits[1:]]
             self._begin(self._segments.divide(capacity, shares), gives_up_at_s=None)
         elif self._is_settled():
             self._move(now_s)
 
     def _is_settled(self) -> bool:
         """Whether every worker has all segments of the present division."""
-        needed = self._num_slots_in(self._limits)
+        needed = self._num_slots_in(self.limits)
         return all(_smallest(known, needed) == needed for known in self._known.values())
 
     def _move(self, now_s: float) -> None:
         """Begins a move if the rule wants one."""
         now, num_free = self._index.use_counts()
-        move = self._balance.choose(now=now, num_segments=self._limits, num_free=num_free)
+        move = self._balance.choose(now=now, num_segments=self.limits, num_free=num_free)
         if move is None:
             return
-        goal = [*self._limits]
+        goal = [*self.limits]
         goal[move.taker] += move.num_segments
         goal[move.giver] -= move.num_segments
         self._begin(tuple(goal), gives_up_at_s=now_s + self._patience_s)
 
     def _begin(self, goal: _Sizes, *, gives_up_at_s: float | None) -> None:
-        self._goal, self._gives_up_at_s = goal, gives_up_at_s
+        self.goal, self._gives_up_at_s = goal, gives_up_at_s
         for pool, num_slots in enumerate(self.num_slots):
             self._index.shrink(pool, num_slots)
 
     def _vacate(self, now_s: float) -> None:
         """Vacates the slots of the segments that move; at last changes the division."""
-        sizes = zip(self._limits, self._goal, self._num_slots_in(self._goal), strict=True)
+        sizes = zip(self.limits, self.goal, self._num_slots_in(self.goal), strict=True)
         is_vacated = [
             new >= old or self._index.vacate(pool, num_slots) for pool, (old, new, num_slots) in enumerate(sizes)
         ]
@@ -240,20 +244,20 @@ class SegmentMoves:
                 self._num_moving(),
                 self._patience_s,
             )
-            self._goal = self._limits
+            self.goal = self.limits
             self.reconsider()
             self._on_change()
             self._balance.restart(self._index.num_requests)
 
     def _num_moving(self) -> int:
         """The segments that pools give."""
-        return sum(max(0, old - new) for old, new in zip(self._limits, self._goal, strict=True))
+        return sum(max(0, old - new) for old, new in zip(self.limits, self.goal, strict=True))
 
     def _change(self) -> None:
         moved = self._num_moving()
-        self._limits = self._goal
+        self.limits = self.goal
         self._id += 1
-        self._division = HostDivision(division_id=self._id, segments=self._limits)
+        self._division = HostDivision(division_id=self._id, segments=self.limits)
         self.reconsider()
         self._balance.restart(self._index.num_requests)
         self._counts.num_moved_segments += moved
@@ -262,7 +266,7 @@ class SegmentMoves:
         _logger.info(
             "%d segments of the host tier moved; it has memory for %d chunks and %d states now (%d and %d segments of "
             "%.3g GB)",
-            moved, *self._num_slots_in(self._limits), *self._limits, self._segments.segment_nbytes / _GB,
+            moved, *self._num_slots_in(self.limits), *self.limits, self._segments.segment_nbytes / _GB,
         )  # fmt: skip
 
     def _num_slots_in(self, num_segments: _Sizes) -> _Sizes:
@@ -272,9 +276,9 @@ class SegmentMoves:
         """Raises AssertionError unless the index uses slots only that every worker has. For tests."""
         for pool, most in enumerate(_smallest(self.num_slots, *self._known.values())):
             assert self._index.num_slots(pool) <= most
-        assert min(*self._limits, *self._goal) > 0, "a pool without a segment"
-        assert sum(self._limits) <= self._segments.num_segments
-        assert sum(self._goal) <= self._segments.num_segments
+        assert min(*self.limits, *self.goal) > 0, "a pool without a segment"
+        assert sum(self.limits) <= self._segments.num_segments
+        assert sum(self.goal) <= self._segments.num_segments
 
 
 def _smallest(*sizes: _Sizes) -> _Sizes:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from tpu_offload.core.policies import constant_rates, density, lifetimes, run_classes, runs
 from tpu_offload.types import ChunkKey
 
-AGES = lifetimes._AGES
+AGES = lifetimes.AGES
 NUM_GROUPS = len(AGES) + 1
 STARTS = [0.0, *AGES, 2 * AGES[-1]]
 
@@ -86,18 +86,18 @@ class Worth:
                 ends[c, max(group_of(age), first)] += 1
         last = max((group for _, group in ends), default=first)
         classes = range(len(self.factors))
-        weight = lifetimes._PRIOR_RUNS * self.run_size
+        weight = lifetimes.PRIOR_RUNS * self.run_size
         chances, shares = {}, {}
         for group in range(first, last + 1):
             reached = [
                 sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
             ]
             used = [uses[c, group] for c in classes]
-            common = (sum(used) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
+            common = (sum(used) + weight * lifetimes.PRIOR_HAZARD) / (sum(reached) + weight)
             mean = (sum(map(float.__mul__, self.factors, map(float, reached))) + weight) / (sum(reached) + weight)
             for c in classes:
-                prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
-                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
+                prior = min(common * self.factors[c] / mean, lifetimes.MAX_PRIOR)
+                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes.MAX_HAZARD)
             common = (sum(used) - sum(in_hbm[c, group] for c in classes) + weight) / (sum(used) + weight)
             for c in classes:
                 shares[c, group] = (used[c] - in_hbm[c, group] + weight * common) / (used[c] + weight)
@@ -113,7 +113,7 @@ class Worth:
                 self.rates[c, group] = (
                     -math.log(1 - chances[c, known]) / (width if known > first else STARTS[known + 1]) * later
                 )
-            if self.evidence[c] > constant_rates._ENOUGH:
+            if self.evidence[c] > constant_rates.ENOUGH:
                 rate = self.all_uses[c] / self.all_exposure[c]
                 for group in range(NUM_GROUPS):
                     known = min(max(group, first), last)
@@ -132,7 +132,7 @@ class Worth:
         total = sum(exposure.values())
         if total:
             mean = sum(exposure[group] * self.rates[c, group] for group in exposure) / total
-            doubt = constant_rates._DOUBT
+            doubt = constant_rates.DOUBT
             for group in exposure:
                 if exposure[group]:
                     predicted = (1 - doubt) * self.rates[c, group] + doubt * mean
@@ -186,7 +186,7 @@ class SlowDensity:
         self.chunks: dict[ChunkKey, Chunk] = {}
         self.worth = Worth()
         self.now = self.use_id = 0
-        self.next_learn, self.last_learn = runs._LEARN_EVERY, 0
+        self.next_learn, self.last_learn = runs.LEARN_EVERY, 0
         self.ghosts: dict[ChunkKey, None] = {}
         self.end_chance = 1.0
         # By the chunk before it: the use that saved it, and the last chunk of its prompt.
@@ -227,16 +227,16 @@ class SlowDensity:
         self.forget()
         if self.now >= self.next_learn:
             elapsed, self.last_learn = self.now - self.last_learn, self.now
-            self.next_learn = self.now + runs._LEARN_EVERY
+            self.next_learn = self.now + runs.LEARN_EVERY
             alive = [(chunk.class_id, self.now - chunk.time) for chunk in self.chunks.values()]
-            self.worth.learn(alive, self.size // runs._SLICES, elapsed)
+            self.worth.learn(alive, self.size // runs.SLICES, elapsed)
         return num_found
 
     def learn_ends(self, prompt: list[ChunkKey]) -> None:
         for i, key in enumerate(prompt[:-1]):
             if key in self.ends:
                 _, end = self.ends.pop(key)
-                self.end_chance += ((prompt[i + 1] == end) - self.end_chance) * density._END_WEIGHT
+                self.end_chance += ((prompt[i + 1] == end) - self.end_chance) * density.END_WEIGHT
 
     def evict_one(self, protected: set[ChunkKey]) -> None:
         inner = {chunk.parent for chunk in self.chunks.values() if chunk.resident}
@@ -251,7 +251,7 @@ class SlowDensity:
         self.ghosts[victim.key] = None
 
     def forget(self) -> None:
-        most = max(density._MIN_TRACKED, self.size * density._TRACKED)
+        most = max(density.MIN_TRACKED, self.size * density.TRACKED)
         while len(self.ghosts) > most:
             key = next(iter(self.ghosts))
             del self.ghosts[key]

@@ -229,7 +229,7 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
 
 @pytest.mark.parametrize("name", few([*POLICIES, "priorities"], "density", "priorities"))
 def test_its_memory_is_bounded_by_the_tier(name, monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
+    monkeypatch.setattr(density, "MIN_TRACKED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
     size = 500
     policy = make()

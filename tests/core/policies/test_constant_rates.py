@@ -7,6 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.policies.traffic import Tier, chain, conversations
+from tests.inside import lifetimes_of
 from tpu_offload.core.policies import POLICIES, constant_rates, density
 from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 from tpu_offload.core.policies.density import DensityPolicy
@@ -40,8 +41,8 @@ def test_only_the_ages_count_not_how_many_uses_were_predicted() -> None:
     one, other = ConstantRates(1), ConstantRates(1)
     observe(one, 0.001 * EXPOSURE, times=2)
     observe(other, 0.001 * EXPOSURE, times=2, rates=FALLING * 30)
-    assert one._evidence == pytest.approx(other._evidence)
-    assert one._evidence > 0
+    assert one.evidence == pytest.approx(other.evidence)
+    assert one.evidence > 0
 
 
 def test_one_use_that_was_thought_impossible_is_not_enough_however_long_the_run() -> None:
@@ -49,7 +50,7 @@ def test_one_use_that_was_thought_impossible_is_not_enough_however_long_the_run(
     constant = ConstantRates(1)
     rates = np.array([[0.1, 0.1, 0.1, 1e-12]])
     constant.observe(np.array([[0.0, 0, 0, 500]]), np.array([[0.0, 0, 0, 1]]), EXPOSURE, rates)
-    assert 1 < constant._evidence[0] <= -np.log(constant_rates._DOUBT)
+    assert 1 < constant.evidence[0] <= -np.log(constant_rates.DOUBT)
     assert not constant.found()[0].any()
 
 
@@ -81,7 +82,7 @@ def test_parts_differ_where_their_rates_predict_which_are_used(actual, differ) -
     for _ in range(20):
         parts.observe(actual * TWO_PARTS / 4, TWO_PARTS, APART)
     assert parts.found() == [differ]
-    assert differ or parts._evidence < 0
+    assert differ or parts.evidence < 0
 
 
 def test_that_all_parts_are_used_more_at_one_age_is_no_evidence_nor_is_an_age_that_one_part_has() -> None:
@@ -89,15 +90,15 @@ def test_that_all_parts_are_used_more_at_one_age_is_no_evidence_nor_is_an_age_th
     same = np.array([[0.08, 0.01], [0.08, 0.01]])
     parts.observe(np.full((2, 2), 100.0), TWO_PARTS, same)
     parts.observe(np.full((2, 2), 100.0), TWO_PARTS * np.eye(2), APART)
-    assert parts._evidence == pytest.approx([0], abs=1e-9)
+    assert parts.evidence == pytest.approx([0], abs=1e-9)
 
 
 def test_evidence_that_parts_differ_wears_off() -> None:
     parts = PartRates(np.ones((1, 2)))
     parts.observe(APART * TWO_PARTS, TWO_PARTS, APART)
-    (before,) = parts._evidence
+    (before,) = parts.evidence
     parts.halve()
-    assert parts._evidence == [before / 2]
+    assert parts.evidence == [before / 2]
     assert before > 0
 
 
@@ -124,7 +125,7 @@ def questions(seed: int) -> list[list]:
 
 def classes_found(tier: Tier) -> np.ndarray:
     assert isinstance(tier.policy, DensityPolicy)
-    return tier.policy._queues._lifetimes._constant.found()[0]
+    return lifetimes_of(tier.policy).constant_rates.found()[0]
 
 
 def hits_of(name: str, seed: int) -> int:
@@ -143,12 +144,12 @@ def test_a_run_that_a_request_uses_in_pieces_is_one_observation(num_in_hbm) -> N
     use = tier.new_use(num_in_hbm)
     for num_chunks in (8, 15, 20):
         tier.index.touch(use, prompt, num_chunks)
-    lifetimes = policy._queues._lifetimes
-    assert lifetimes._all_uses.sum() == 20
-    assert lifetimes._all_in_hbm.sum() == num_in_hbm
-    assert lifetimes._all_runs.sum() == 1
+    lifetimes = lifetimes_of(policy)
+    assert lifetimes.all_uses.sum() == 20
+    assert lifetimes.all_in_hbm.sum() == num_in_hbm
+    assert lifetimes.all_runs.sum() == 1
     tier.serve(prompt)
-    assert lifetimes._all_runs.sum() == 2
+    assert lifetimes.all_runs.sum() == 2
 
 
 def test_documents_asked_about_at_random_are_kept_by_how_often_not_by_when() -> None:
@@ -160,17 +161,17 @@ def test_documents_asked_about_at_random_are_kept_by_how_often_not_by_when() -> 
 def test_it_hits_as_often_as_by_frequency_and_less_often_without(monkeypatch) -> None:
     found = sum(hits_of("density", seed) for seed in range(3))
     by_frequency = sum(hits_of("wtinylfu", seed) for seed in range(3))
-    monkeypatch.setattr(constant_rates, "_ENOUGH", float("inf"))
+    monkeypatch.setattr(constant_rates, "ENOUGH", float("inf"))
     by_age = sum(hits_of("density", seed) for seed in range(3))
     assert found > 0.995 * by_frequency
     assert found > 1.005 * by_age
 
 
 def test_age_matters_in_conversations() -> None:
-    tier = Tier(DensityPolicy(), 300)
+    policy = DensityPolicy()
+    tier = Tier(policy, 300)
     tier.serve_all(conversations(random.Random(0), 6000))
-    evidence = tier.policy._queues._lifetimes._constant._evidence  # type: ignore[attr-defined]
-    assert evidence[5] < -20, "a conversation that was silent for long is over"
+    assert lifetimes_of(policy).constant_rates.evidence[5] < -20, "a conversation that was silent for long is over"
     assert not classes_found(tier)[:10].any(), "all but the system prompts, which are used at random"
 
 
@@ -187,15 +188,14 @@ def scanned(seed: int, num_requests: int) -> list[list]:
 
 def test_a_scan_of_longer_prompts_is_told_apart_and_displaces_nothing(monkeypatch) -> None:
     hits = []
-    for enough in (constant_rates._ENOUGH, float("inf")):
-        monkeypatch.setattr(constant_rates, "_ENOUGH", enough)
+    for enough in (constant_rates.ENOUGH, float("inf")):
+        monkeypatch.setattr(constant_rates, "ENOUGH", enough)
         tier = Tier(DensityPolicy(), 3000)
         prompts = scanned(0, 2000)
         tier.serve_all(prompts[:1500])
         hits.append(tier.serve_all(prompts[1500:]))
         assert isinstance(tier.policy, DensityPolicy)
-        lifetimes = tier.policy._queues._lifetimes
-        assert lifetimes.parts_differ()[0] == (enough < 100)
+        assert lifetimes_of(tier.policy).parts_differ()[0] == (enough < 100)
         tier.index.check_invariants()
     assert hits[0] > 1.01 * hits[1], hits
 
@@ -257,4 +257,4 @@ def test_lengths_are_not_told_apart_where_they_say_nothing() -> None:
     tier = Tier(DensityPolicy(), 800)
     tier.serve_all(questions(0))
     assert isinstance(tier.policy, DensityPolicy)
-    assert not tier.policy._queues._lifetimes.parts_differ()[0]
+    assert not lifetimes_of(tier.policy).parts_differ()[0]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import interpreted_only
 from tests.core.policies.density_model import SlowDensity
 from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tests.core.policies.traffic import Tier, chain, conversations
 from tests.grids import few
+from tests.inside import lifetimes_of, prompt_ends, run_queues, run_table, tracked_runs
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy
@@ -114,8 +114,8 @@ def test_of_prefixes_used_many_times_those_with_the_higher_rate_of_use_stay() ->
 
 
 def test_without_tracking_evicted_chunks_it_would_not_learn_that(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
-    monkeypatch.setattr(density, "_TRACKED", 0)
+    monkeypatch.setattr(density, "MIN_TRACKED", 0)
+    monkeypatch.setattr(density, "TRACKED", 0)
     with pytest.raises(AssertionError):
         test_learns_from_a_reuse_that_begins_only_after_the_eviction()
 
@@ -139,14 +139,14 @@ def num_without_end(tier: Tier) -> int:
 def test_last_chunks_are_evicted_first_where_the_next_prompt_continues_without_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=1)
-    assert density_of(tier)._end_chance < 0.1
+    assert density_of(tier).end_chance < 0.1
     assert num_without_end(tier) == 9, "the newest keeps it"
 
 
 def test_last_chunks_stay_where_the_next_prompt_continues_with_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=0)
-    assert density_of(tier)._end_chance > 0.9
+    assert density_of(tier).end_chance > 0.9
     assert num_without_end(tier) == 0
 
 
@@ -154,7 +154,7 @@ def test_the_last_chunk_of_the_newest_prompt_is_not_evicted_early() -> None:
     """The request may save more, and only that request can continue from here."""
     policy, residents = DensityPolicy(), FakeResidents()
     policy.resize(100)
-    policy._end_chance = 0.0
+    policy.end_chance = 0.0
     for i, name in enumerate("ab"):
         residents.add(chain(name, 4))
         policy.insert(Use(i), chain(name, 4), None)
@@ -165,14 +165,14 @@ def test_the_last_chunk_of_the_newest_prompt_is_not_evicted_early() -> None:
 def test_unlearns_that_last_chunks_are_never_used(tier) -> None:
     serve_turns(tier, num_ends=1)
     serve_turns(tier, num_ends=0)
-    assert density_of(tier)._end_chance > 0.9
+    assert density_of(tier).end_chance > 0.9
 
 
 # --- what is one use, and one run -----------------------------------------------------------------
 
 
 def runs_of(tier: Tier, prompt: list[ChunkKey]) -> list[Run]:
-    found = density_of(tier)._runs
+    found = run_table(density_of(tier))
     return list({id(found[key]): found[key] for key in prompt}.values())
 
 
@@ -258,32 +258,31 @@ def test_chunks_that_hbm_serves_are_not_kept_for_it() -> None:
     assert num_hits > 1.02 * hits_of_documents(is_known=False)
 
 
-@interpreted_only
 def test_a_use_that_hbm_served_in_part_counts_for_the_rest(tier) -> None:
     prompt = chain("a", 20)
     tier.serve(prompt)
-    ended = []
-    known = tier.policy._queues._lifetimes
-    known.end = lambda class_id, num_chunks, age, *, used, in_hbm, goes_on: ended.append((num_chunks, used, in_hbm))
     tier.serve(prompt, num_in_hbm=12)
-    assert ended == [(12, True, True), (8, True, False)]
+    learned = lifetimes_of(density_of(tier))
+    counts = learned.all_ends, learned.all_uses, learned.all_in_hbm
+    assert [count.sum() for count in counts] == [20, 20, 12]
+    assert learned.all_runs.sum() == 1, "what HBM lacked"
 
 
 def test_a_save_because_hbm_evicts_is_no_use_and_its_lifetime_goes_on(tier) -> None:
     policy, prompt, other = density_of(tier), chain("a", 8), [chain(f"other {i}", 10) for i in range(20)]
-    lifetimes = policy._queues._lifetimes
+    learned = lifetimes_of(policy)
     tier.serve(prompt)
     tier.serve_all(other)
     assert not tier.num_kept(prompt)
-    run = policy._runs[prompt[0]]
-    num_uses, used, begun = run.num_uses, lifetimes._all_uses.sum(), run.time
+    (run,) = runs_of(tier, prompt)
+    num_uses, used, begun = run.num_uses, learned.all_uses.sum(), run.time
     tier.save(tier.new_use(len(prompt)).replace(is_request=False), prompt, len(prompt))
     assert tier.num_kept(prompt) == 8
-    assert (run.num_uses, lifetimes._all_uses.sum()) == (num_uses, used)
-    assert (run.time, policy._queues.now > begun) == (begun, True)
+    assert (run.num_uses, learned.all_uses.sum()) == (num_uses, used)
+    assert (run.time, run_queues(policy).now > begun) == (begun, True)
     tier.index.touch(tier.new_use(), prompt, 8)
-    assert (run.num_uses, lifetimes._all_uses.sum()) == (num_uses + 1, used + 8)
-    assert lifetimes._all_in_hbm.sum() == 0
+    assert (run.num_uses, learned.all_uses.sum()) == (num_uses + 1, used + 8)
+    assert learned.all_in_hbm.sum() == 0
 
 
 def test_chunks_saved_again_because_hbm_evicts_them_are_tracked_anew(tier) -> None:
@@ -291,9 +290,9 @@ def test_chunks_saved_again_because_hbm_evicts_them_are_tracked_anew(tier) -> No
     tier.serve(prompt)
     tier.serve_all([chain(f"other {i}", 10) for i in range(20)])
     tier.save(tier.new_use(len(prompt)).replace(is_request=False), prompt, len(prompt))
-    run = policy._runs[prompt[0]]
-    assert {life for number, life in policy._tracked if number == run.number}.isdisjoint({run.life})
-    assert policy._runs.with_life((run.number, run.life)) is run
+    (run,) = runs_of(tier, prompt)
+    assert (run.number, run.life) not in tracked_runs(policy)
+    assert run_table(policy).with_life((run.number, run.life)) is run
     tier.index.check_invariants()
 
 
@@ -448,33 +447,34 @@ def test_looks_at_few_runs_for_a_victim() -> None:
 
 @pytest.mark.wide
 def test_its_memory_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
+    monkeypatch.setattr(density, "MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 200)
     policy, most = density_of(tier), 0
     for i, prompt in enumerate(conversations(random.Random(0), 20_000)):
         tier.serve(prompt)
         if i % 3 == 0:
             tier.serve(prompt[: len(prompt) // 2])
-        sizes = len(policy._runs), len(policy._tracked), len(policy._ends), policy._queues.num_entries()
-        most = max(most, *sizes)
-    assert len(policy._runs) <= 200 * (1 + density._TRACKED)
+        entries = len(tracked_runs(policy)), len(prompt_ends(policy)), run_queues(policy).num_entries()
+        most = max(most, len(run_table(policy)), *entries)
+    assert len(run_table(policy)) <= 200 * (1 + density.TRACKED)
     assert most < 5000
 
 
 def test_forgotten_runs_are_freed_while_an_old_one_stays(monkeypatch) -> None:
     """Else each of twice as many runs as there are chunks in the tier would keep all of its keys."""
-    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
+    monkeypatch.setattr(density, "MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 200)
     policy, oldest = density_of(tier), chain("oldest", 10)
+    known = run_table(policy)
     tier.serve(oldest)
     tier.index.pin(oldest)
     for i in range(1000):
         tier.serve(chain(f"other {i}", 10))
-        assert len(policy._ends) <= policy._runs.max_entries + 2, "a run is counted before others are forgotten"
+        assert len(prompt_ends(policy)) <= known.max_entries + 2, "a run is counted before others are forgotten"
     assert tier.num_kept(oldest) == 10
-    assert len(policy._runs.runs()) <= 101
-    held: list[object] = [policy._ends, policy._tracked, policy._queues]
-    runs = {id(run) for run in policy._runs.runs()}
+    runs = {id(run) for run in known.runs()}
+    assert len(runs) <= 101
+    held: list[object] = [prompt_ends(policy), tracked_runs(policy), run_queues(policy)]
     seen: set[int] = set()
     while held:
         one = held.pop()
@@ -488,7 +488,7 @@ def test_forgotten_runs_are_freed_while_an_old_one_stays(monkeypatch) -> None:
 
 def test_uses_without_saves_take_no_memory(monkeypatch) -> None:
     """A working set that fits HBM: requests use chunks of which some were evicted, and nothing is saved for days."""
-    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
+    monkeypatch.setattr(density, "MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 50)
     policy, prompts = density_of(tier), [chain("a", 30), chain("b", 30)]
     for prompt in prompts:
@@ -497,7 +497,7 @@ def test_uses_without_saves_take_no_memory(monkeypatch) -> None:
         for prompt in prompts:
             tier.num_served += 1
             tier.index.touch(tier.new_use(), prompt, len(prompt))
-            assert len(policy._tracked) <= policy._runs.max_entries + 2
+            assert len(tracked_runs(policy)) <= run_table(policy).max_entries + 2
 
 
 def test_the_same_requests_give_the_same_hits() -> None:

@@ -28,7 +28,7 @@ class Life:
 
 
 def group_of(age: float) -> int:
-    return sum(start <= age for start in lifetimes._AGES)
+    return sum(start <= age for start in lifetimes.AGES)
 
 
 class BySlowDefinition:
@@ -41,7 +41,7 @@ class BySlowDefinition:
         for life in lives:
             if life.end != "alive":
                 mean += 0.001 * (life.num_chunks - mean)
-        self.prior_weight = lifetimes._PRIOR_RUNS * mean
+        self.prior_weight = lifetimes.PRIOR_RUNS * mean
         alive = [group_of(life.age) for life in lives if life.end == "alive"]
         self.first = min(alive, default=group_of(1))
         groups = [max(group_of(life.age), self.first) for life in lives]
@@ -72,13 +72,13 @@ class BySlowDefinition:
         classes = range(len(self.num_uses))
         uses, reached = [self.uses(c, group) for c in classes], [self.reached(c, group) for c in classes]
         weight = self.prior_weight
-        common = (sum(uses) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
+        common = (sum(uses) + weight * lifetimes.PRIOR_HAZARD) / (sum(reached) + weight)
         mean_factor = (sum(n * r for n, r in zip(self.num_uses, reached, strict=True)) + weight) / (
             sum(reached) + weight
         )
-        prior = min(common * self.num_uses[class_id] / mean_factor, lifetimes._MAX_PRIOR)
+        prior = min(common * self.num_uses[class_id] / mean_factor, lifetimes.MAX_PRIOR)
         chance = (uses[class_id] + weight * prior) / (reached[class_id] + weight)
-        return min(chance, lifetimes._MAX_HAZARD)
+        return min(chance, lifetimes.MAX_HAZARD)
 
     def share(self, class_id: int, group: int) -> float:
         """Of the uses, those that HBM does not serve."""
@@ -89,7 +89,7 @@ class BySlowDefinition:
 
     def worth(self, class_id: int, age: int) -> float:
         """Over all stopping ages, the highest ratio of expected hits to the expected time until a use or that age."""
-        starts = [0.0, *lifetimes._AGES, 2 * lifetimes._AGES[-1]]
+        starts = [0.0, *lifetimes.AGES, 2 * lifetimes.AGES[-1]]
         last = max((its for life, its, weight in self.lives), default=self.first)
         begin = max(group_of(age), self.first)
         if begin > last:  # no lifetime reached that age
@@ -240,8 +240,8 @@ def test_where_age_does_not_matter_the_value_is_the_rate_of_use_times_the_part_t
     rng = random.Random(0)
     ages = [int(rng.expovariate(1 / 1000)) for _ in range(20_000)]
     for learnt in (plain, behind):
-        learnt._constant._evidence[:] = 100.0
-        learnt._constant._uses[:], learnt._constant._exposure[:] = 1000, 1_000_000
+        even = np.full((1, 2), 500.0)  # at two ages, of which the hazard rates predict only the first
+        learnt.constant_rates.observe(even, even, 1000 * even, np.array([[0.001, 1e-9]]))
         for age in ages:
             learnt.end(0, 1, age, used=True, in_hbm=learnt is behind and age < 1024)
         learnt.learn([1], [[0.0]])
@@ -263,8 +263,11 @@ def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
 
 
 def differ(lifetimes: Lifetimes) -> None:
-    """Gives evidence that parts of class 0 are used at different rates."""
-    lifetimes._parts._evidence[0] = 100.0
+    """Gives evidence that parts of class 0 are used at different rates: the first often, the others never."""
+    num_parts = lifetimes.num_classes - len(lifetimes.part_rates.evidence)
+    first = np.eye(num_parts)[:, :1]  # at one age
+    lifetimes.part_rates.observe(100 * first, np.ones_like(first), 0.9 * first)
+    assert lifetimes.parts_differ()[0]
 
 
 def test_parts_of_a_class_count_in_it_and_their_values_are_in_proportion_to_its_own() -> None:

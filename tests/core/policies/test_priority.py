@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.core.policies.residents import FakeResidents, new_use
-from tpu_offload.core.policies import POLICIES, LRUPolicy, PriorityPolicy
+from tpu_offload.core.policies import POLICIES, EvictionPolicy, LRUPolicy, PriorityPolicy
 from tpu_offload.types import ChunkKey
 
 
@@ -73,13 +73,24 @@ def test_priorities_are_clamped(residents) -> None:
     assert not residents.parents
 
 
-def test_an_empty_level_is_removed(policy, residents) -> None:
-    residents.add([b"a"])
-    policy.insert(new_use(3), [b"a"], None)
-    assert policy._others
-    policy.evict(1, residents)
-    assert not policy._others
-    assert not policy._level_of
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_empty_level_is_removed(name, residents) -> None:
+    """With its policy, which has ghosts and counts: the next chunk of that priority begins with a new one."""
+    made = []
+
+    def make() -> EvictionPolicy:
+        made.append(POLICIES[name]())
+        return made[-1]
+
+    policy = PriorityPolicy(make)
+    policy.resize(100)
+    for num_made in (2, 3):
+        for key in (ChunkKey(b"a"), ChunkKey(b"b")):
+            residents.add([key])
+            policy.insert(new_use(3), [key], None)
+            assert len(made) == num_made, "one for priority 0, and one for each time that there are others"
+        policy.evict(2, residents)
+        assert policy.num_above_and_below == 0
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from tpu_offload.core.policies import runs
@@ -97,13 +98,13 @@ def test_the_class_that_is_used_again_is_last(queues) -> None:
 def test_the_age_of_a_slice_is_that_of_what_is_left_of_it(queues) -> None:
     """Class 0 is always used at an age of 22,000, class 1 every other time: the next use of the older run is near."""
     queues.resize(160_000)
-    queues.advance(runs._MIN_SLICE)  # the slices from now on have 10,000
+    queues.advance(runs.MIN_SLICE)  # the slices from now on have 10,000
     gone = begin(queues, 0)
     queues.advance(9000)
     left = begin(queues, 0)
     for i in range(300):
-        queues._lifetimes.end(0, 1, 22_000, used=True)
-        queues._lifetimes.end(1, 1, 22_000, used=i % 2 == 0)
+        queues.lifetimes.end(0, 1, 22_000, used=True)
+        queues.lifetimes.end(1, 1, 22_000, used=i % 2 == 0)
     queues.advance(1000)
     queues.advance(12_000)
     queues.end(gone, 1, used=True)
@@ -160,33 +161,33 @@ def check(queues: RunQueues, lives: list[Run], placed: list[Run]) -> None:
     assert {id(run) for run in found} == {id(run) for run in placed} == queues.waiting()
     times: dict[int, list[int]] = {}  # of the chunks of each slice
     for run in lives:
-        times.setdefault(id(queues._slice_of(run)), []).extend([run.time] * len(run.keys))
-    worths = [worth_of(queues, run, times[id(queues._slice_of(run))]) for run in found]
+        times.setdefault(id(queues.slice_of(run)), []).extend([run.time] * len(run.keys))
+    worths = [worth_of(queues, run, times[id(queues.slice_of(run))]) for run in found]
     assert worths == sorted(worths)
     for class_id in range(3):
-        starts = [queues._slice_of(run).start for run in sorted(placed, key=lambda run: run.time)]
+        starts = [queues.slice_of(run).start for run in sorted(placed, key=lambda run: run.time)]
         assert starts == sorted(starts), "a slice has runs of another time"
         assert class_id in {run.class_id for run in found}
     for run in found:
-        assert queues._slice_of(run).start <= run.time
+        assert queues.slice_of(run).start <= run.time
 
 
 def worth_of(queues: RunQueues, run: Run, times: list[int]) -> float:
     """The value of a run: by the mean age of what is left of its slice."""
     assert run.time <= queues.now
-    lifetimes = queues._lifetimes
+    lifetimes = queues.lifetimes
     return lifetimes.densities[lifetimes.first_density(queues.now - sum(times) // len(times)) + run.class_id]
 
 
 def test_slices_stay_few_and_young_ones_are_not_merged(queues) -> None:
     queues.resize(100_000)
-    size = 100_000 // runs._SLICES
+    size = 100_000 // runs.SLICES
     for _ in range(5000):
         queues.advance(size)
-    starts = [part.start for part in queues._slices]
+    starts = [part.start for part in queues.slices]
     assert len(starts) < 120
     widths = [b - a for a, b in itertools.pairwise(starts)]
-    ages = [queues._now - start for start in starts[1:]]
+    ages = [queues.now - start for start in starts[1:]]
     assert all(width <= max(size, age / 3) for width, age in zip(widths, ages, strict=True)), "too coarse for its age"
     assert widths[-8:] == [size] * 8
 
@@ -196,7 +197,7 @@ def test_runs_of_merged_slices_are_still_found(queues) -> None:
     for i in range(2000):
         queues.advance(300)
         early.append(begin(queues, i % 3))
-    assert len(queues._slices) < 150
+    assert len(queues.slices) < 150
     queues.reorder()
     assert {id(run) for run in in_order(queues)} == {id(run) for run in early}
     for queue in queues.order():
@@ -220,7 +221,7 @@ def test_stale_entries_are_purged_in_time(queues) -> None:
         queues.begin(run, 1)
         queues.place(run)
         most = max(most, queues.num_entries())
-    assert most < 100 + 2 * runs._LEARN_EVERY + runs._MIN_SLICE
+    assert most < 100 + 2 * runs.LEARN_EVERY + runs.MIN_SLICE
 
 
 def test_queues_that_have_become_empty_do_not_stay() -> None:
@@ -229,10 +230,10 @@ def test_queues_that_have_become_empty_do_not_stay() -> None:
     queues.resize(1000)
     for i in range(3000):
         run = begin(queues, i % 100)
-        queues.advance(runs._LEARN_EVERY // 100)
+        queues.advance(runs.LEARN_EVERY // 100)
         queues.end(run, 1, used=True)
         run.end_entries()
-        assert sum(len(time_slice.queues) for time_slice in queues._slices) <= 100 + runs._MIN_SLICE
+        assert sum(len(time_slice.queues) for time_slice in queues.slices) <= 100 + runs.MIN_SLICE
     queues.check_invariants([])
 
 
@@ -242,8 +243,9 @@ def test_runs_of_parts_are_in_the_queue_of_their_class_until_the_parts_differ() 
     one, other = begin(queues, 3), begin(queues, 4)
     (queue,) = queues.order()
     assert [run for run, _ in queue] == [one, other]
-    queues._lifetimes._parts._evidence[0] = 100.0
-    queues.advance(runs._LEARN_EVERY)
+    used = np.array([[1.0], [0.0]])  # often the first part, never the second, at one age
+    queues.lifetimes.part_rates.observe(100 * used, np.ones_like(used), used)
+    queues.advance(runs.LEARN_EVERY)
     queues.reorder()
     assert not queues.is_in(one, queue)
     queues.place(one)

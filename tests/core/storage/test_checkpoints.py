@@ -414,7 +414,7 @@ def test_a_far_tier_is_read_while_reads_from_the_near_one_are_suspended(num_rows
     engine = away(num_rows=num_rows, storage_tier=(NAME, NAME), num_storage_chunks=(200, 200), breaker_failures=1)
     near, far = storage_planners(engine.scheduler)
     assert near.records.stored.keys() == far.records.stored.keys()
-    near.reads._breaker.failed(-1, "injected")
+    near.reads.breaker.failed(-1, "injected")
     found, plans = wait(engine, "again", A)
     assert (found.state, found.num_tokens) == (MatchState.HIT, 6 * BLOCK_SIZE)
     assert {job.tier_id for plan in plans for job in plan.of(JobKind.PROMOTE)} == {1}
@@ -422,7 +422,7 @@ def test_a_far_tier_is_read_while_reads_from_the_near_one_are_suspended(num_rows
 
 def test_nothing_is_begun_while_all_reads_are_suspended(num_rows):
     engine = away(num_rows=num_rows, breaker_failures=1)
-    storage_planner(engine.scheduler).reads._breaker.failed(-1, "injected")
+    storage_planner(engine.scheduler).reads.breaker.failed(-1, "injected")
     found, plans = wait(engine, "again", A)
     assert (found.state, found.junction_tokens, plans) == (MatchState.MISS, 0, [])
 

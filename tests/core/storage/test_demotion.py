@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside import save_planner, storage_planner
+from tests.inside import save_planner, slot_of_chunk, storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
 from tpu_offload.types import JobKind
@@ -190,8 +190,9 @@ def test_a_reset_drops_what_was_to_be_demoted():
     engine = make(num_host_chunks=8)
     for tokens in (A, B, C):
         engine.fill(tokens)
+    num_evicted = engine.scheduler.stats().num_evicted_chunks
     engine.match("a", A)  # evicts for a promotion
-    assert storage_planner(engine.scheduler).writes._victims
+    assert engine.scheduler.stats().num_evicted_chunks == num_evicted + 4
     engine.scheduler.reset()
     engine.scheduler.check_invariants()
     assert demoted(engine.turn()) == []
@@ -203,8 +204,9 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     engine = make(num_host_chunks=8)
     for tokens in (A, B, C):
         engine.fill(tokens)
+    before = dict(slot_of_chunk(engine.scheduler).items())
     engine.match("a", A)
-    victims = dict(storage_planner(engine.scheduler).writes._victims)
+    victims = {key: slot for key, slot in before.items() if key not in slot_of_chunk(engine.scheduler)}
     lost = min(victims.values())
     engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
     engine.apply(engine.workers[0], [])

@@ -7,7 +7,6 @@ import pytest
 
 from tests.core.fakes import LAYOUT, Clock
 from tests.grids import few
-from tests.inside import tier_context
 from tests.storage.memory_tier import NAME
 from tpu_offload import (
     BlockHasher,
@@ -60,6 +59,7 @@ class World:
         self.reads: list[tuple[float, int]] = []  # of promotions: the end and the job, in order
         self.planned_s: dict[int, float] = {}
         self.measures = True  # the workers measure how long reads take
+        self.measures_prefill = True  # so does the engine, of steps
         self.num_served = 0
         self.report()
 
@@ -114,7 +114,7 @@ class World:
         for first in range(found.num_tokens, num_tokens, STEP_TOKENS):
             end = min(num_tokens, first + STEP_TOKENS)
             self.clock.now_s += prefill_s(first, end)
-            if end - first > 1:
+            if self.measures_prefill and end - first > 1:
                 attended = (end - first) * (first + end) / 2
                 self.scheduler.swap.observe_prefill(end - first, prefill_s(first, end), attended)
         took_s = self.clock.now_s - start_s
@@ -203,11 +203,10 @@ def test_reads_that_vary_are_waited_for():
 
 def test_before_anything_is_measured_it_loads():
     world = World(LoadMode.AUTO, rate=BREAK_EVEN)
+    world.measures_prefill = False
     world.serve(1, 4096)
-    tier_context(world.scheduler).costs._prefill = TwoTermFit()
     for number in range(2, 5):
         world.serve(number, 100 * CHUNK_TOKENS)
-        tier_context(world.scheduler).costs._prefill = TwoTermFit()
     found = world.scheduler.match("x", world.hashes(1, 4096), num_tokens=4096, num_computed_tokens=0)
     assert (found.state, found.until_s) == (MatchState.ARRIVING, world.clock.now_s + 0.5)
 
@@ -293,11 +292,17 @@ def test_factors_are_fitted_and_never_negative():
     assert fit.seconds(100.0, 1.0) == pytest.approx(201.0)
     fit.add(50.0, 1.0, 1e5)  # a stall
     assert fit.seconds(100.0, 1.0) == pytest.approx(201.0, rel=0.35)
-    falling = TwoTermFit()
-    for main, seconds in ((1.0, 9.0), (2.0, 5.0), (4.0, 1.0)):
-        falling.add(main, 1.0, seconds)
-    assert falling._factors is not None
-    assert min(falling._factors) >= 0
+    for measured in (((1.0, 9.0), (2.0, 5.0), (4.0, 1.0)), ((1.0, 1.0), (2.0, 5.0), (4.0, 13.0))):
+        one_sided = TwoTermFit()
+        for main, seconds in measured:
+            one_sided.add(main, 1.0, seconds)
+        factors = [one_sided.seconds(*term) for term in ((1.0, 0.0), (0.0, 1.0))]
+        assert sorted(factor or 0 for factor in factors)[0] == 0 < max(factor or 0 for factor in factors), factors
+    before = fit.seconds(100.0, 1.0)
     fit.add(0.0, 1.0, 1.0)
     fit.add(1.0, 1.0, 0.0)
-    assert len(fit._measured) == 4
+    fit.add(1.0, 1.0, 3.0)  # as the first, so that both factors are fitted again
+    once_more = TwoTermFit()
+    for main, seconds in ((1.0, 3.0), (2.0, 5.0), (10.0, 21.0), (50.0, 1e5), (1.0, 3.0)):
+        once_more.add(main, 1.0, seconds)
+    assert fit.seconds(100.0, 1.0) == once_more.seconds(100.0, 1.0) != before, "one without time or amount is ignored"

@@ -134,7 +134,7 @@ def test_what_others_have_stored_is_not_written_again(engine):
     engine.step({"b": 16})
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert len(write_candidates(storage_planner(engine.scheduler))) == 4, "saved, and to be written"
-    storage_planner(engine.scheduler)._add_found(engine.keys(B)[:3])
+    storage_planner(engine.scheduler).add_found(engine.keys(B)[:3])
     (job,) = engine.turn().of(JobKind.CASCADE)
     assert [key for key, _ in job.chunks] == engine.keys(B)[3:]
     engine.rest()
@@ -309,11 +309,14 @@ def test_jobs_in_flight_are_bounded(engine, monkeypatch):
 
 def test_negative_answers_are_bounded(engine, monkeypatch):
     monkeypatch.setattr(storage_lookups, "_MAX_MISSING", 2)
-    for i in range(5):
-        engine.match("a", prompt(10 + i))
+
+    def asks_for(number: int) -> bool:
+        engine.match("a", prompt(number))
         engine.scheduler.finish("a")
-        turn(engine)
-    assert len(lookups(engine)._missing) == 2
+        return bool(asked(turn(engine)))
+
+    assert all(asks_for(number) for number in range(5))
+    assert [asks_for(number) for number in (4, 3, 2)] == [False, False, True], "the latest two are known"
 
 
 # --- how long it waits ----------------------------------------------------------------------------
@@ -497,7 +500,7 @@ def test_what_is_being_written_is_not_stored_yet(engine):
     engine.apply(engine.workers[0], engine.workers[0].finish())
     engine.step()
     assert engine.workers[0].of_kind(JobKind.CASCADE)
-    storage_planner(engine.scheduler)._add_found(engine.keys(B))
+    storage_planner(engine.scheduler).add_found(engine.keys(B))
     engine.scheduler.check_invariants()
     assert not stored(engine)
 
@@ -585,7 +588,7 @@ def test_what_the_server_has_evicted_meanwhile_opens_no_breaker():
 def test_reads_that_fail_suspend_reads_though_others_are_missing():
     engine = SharedEngine(num_workers=2, num_host_chunks=8, sizes=(64,), breaker_failures=3, breaker_retry_s=1000.0)
     for number in range(20, 23):
-        storage_planner(engine.scheduler)._add_found(engine.keys(prompt(number)))
+        storage_planner(engine.scheduler).add_found(engine.keys(prompt(number)))
         engine.match(f"request {number}", prompt(number))
         engine.step()
         first, second = engine.workers
@@ -596,7 +599,7 @@ def test_reads_that_fail_suspend_reads_though_others_are_missing():
 
 def test_a_request_that_is_not_at_a_block_boundary_waits_for_nothing(engine):
     engine.others_store(A)
-    storage_planner(engine.scheduler)._add_found(engine.keys(A))
+    storage_planner(engine.scheduler).add_found(engine.keys(A))
     assert engine.match("a", A).state is ARRIVING, "it is being read"
     found = engine.scheduler.match("a", engine.hashes(A), num_tokens=16, num_computed_tokens=2)
     assert found.state is MISS

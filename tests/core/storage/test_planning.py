@@ -672,7 +672,7 @@ def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
     """No job would ever write those chunks, and lookups would wait for them."""
     engine = away(num_host_chunks=8)
     scheduler = engine.scheduler
-    policy = eviction_policy(scheduler)._base
+    policy = eviction_policy(scheduler)
     insert = policy.insert
 
     def raises(use, keys, parent):

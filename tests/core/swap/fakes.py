@@ -145,7 +145,7 @@ class SwapEngine:
     @property
     def has_unsent_outs(self) -> bool:
         """Whether blocks that look free are yet to be copied out by the coming step."""
-        return any(job.kind is JobKind.SWAP_OUT for job in job_table(self.scheduler)._planned)
+        return any(job.state is JobState.PLANNED for job in job_table(self.scheduler).of(JobKind.SWAP_OUT))
 
     # Requests.
 

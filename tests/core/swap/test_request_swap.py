@@ -527,8 +527,16 @@ def test_memory_that_is_gone_for_good_is_tried_last():
     engine.swap_out("x")
     engine.swap_out("y")  # needs the places that were in doubt
     engine.settle()
+    for name in "xy":
+        engine.swap_in(name)
+        engine.settle()
     assert swap_stats(engine, "num_lost_swaps") == (1,)
-    assert engine.swap._pool._suspect == [set()]
+    engine.start("z", tokens(18, start=1100))
+    engine.swap_out("z")
+    (job,) = engine.step().of(JobKind.SWAP_OUT)
+    assert set(job.parts[0].host_block_ids) == set(range(5)), (
+        "not in doubt any more: the places that were freed last, as of any others"
+    )
 
 
 def test_memory_in_doubt_comes_after_what_is_new():

@@ -27,16 +27,20 @@ type _Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Share of the constant rate in the prediction that it is compared with. So no use counts for more than log 5: hazard
 # rates at ages that few chunks reached are far off, most of all while the first chunks grow old.
-_DOUBT = 0.2
-_ENOUGH = 5.0  # evidence, as the natural logarithm of odds: 150 to 1
+DOUBT = 0.2
+ENOUGH = 5.0  # evidence: odds of 150 to 1
 
 
 @final
 class ConstantRates:
-    """The evidence, by class. The unit of time is that of `Lifetimes`."""
+    """Whether age matters, by class. The unit of time is that of `Lifetimes`.
+
+    Attributes:
+      evidence: float64[classes], that age does not matter, as the natural logarithm of odds.
+    """
 
     def __init__(self, num_classes: int) -> None:
-        self._evidence = np.zeros(num_classes)  # that age does not matter
+        self.evidence = np.zeros(num_classes)
         self._uses = np.zeros(num_classes)  # chunks
         self._exposure = np.zeros(num_classes)  # chunks times time
 
@@ -51,47 +55,50 @@ class ConstantRates:
         """
         all_exposure = exposure.sum(1)
         mean = (exposure * rates).sum(1) / np.maximum(all_exposure, 1.0)
-        mixed = (1 - _DOUBT) * rates + _DOUBT * mean[:, None]
+        mixed = (1 - DOUBT) * rates + DOUBT * mean[:, None]
         ratio = np.where(exposure > 0, mean[:, None] / mixed, 1.0)
-        self._evidence += (runs * np.log(ratio)).sum(1)
+        self.evidence += (runs * np.log(ratio)).sum(1)
         self._uses += uses.sum(1)
         self._exposure += all_exposure
 
     def halve(self) -> None:
         """Halves the weight of all that was observed."""
-        for counts in (self._evidence, self._uses, self._exposure):
+        for counts in (self.evidence, self._uses, self._exposure):
             counts /= 2
 
     def found(self) -> tuple[_Bools, _Floats]:
         """Returns the classes for which age does not matter, as bool[classes], and the rate of use of each class."""
-        return self._evidence > _ENOUGH, self._uses / np.maximum(self._exposure, 1.0)
+        return self.evidence > ENOUGH, self._uses / np.maximum(self._exposure, 1.0)
 
 
 @final
 class PartRates:
-    """The evidence, by class, that the parts of a class are used at different rates.
+    """Whether the parts of a class are used at different rates, by class.
 
     Args:
       whole: float64[classes, parts], 1 where the part is one of the class, else 0.
+
+    Attributes:
+      evidence: float64[classes], that they are, as the natural logarithm of odds.
     """
 
     def __init__(self, whole: _Floats) -> None:
         self._whole = whole
-        self._evidence = np.zeros(len(whole))
+        self.evidence = np.zeros(len(whole))
 
     def observe(self, runs: _Floats, exposure: _Floats, rates: _Floats) -> None:
         """Compares the predictions for a while with what happened; as `ConstantRates.observe`, by part for class."""
         whole = self._whole
         means = (whole @ (exposure * rates)) / np.maximum(whole @ exposure, 1.0)
         mean = whole.T @ means
-        mixed = (1 - _DOUBT) * rates + _DOUBT * mean
+        mixed = (1 - DOUBT) * rates + DOUBT * mean
         ratio = np.where(exposure > 0, mixed / np.maximum(mean, 1e-300), 1.0)
-        self._evidence += whole @ (runs * np.log(ratio)).sum(1)
+        self.evidence += whole @ (runs * np.log(ratio)).sum(1)
 
     def halve(self) -> None:
         """Halves the weight of all that was observed."""
-        self._evidence /= 2
+        self.evidence /= 2
 
     def found(self) -> _Bools:
         """The classes whose parts differ, as bool[classes]."""
-        return self._evidence > _ENOUGH
+        return self.evidence > ENOUGH

@@ -39,14 +39,18 @@ from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run, RunQueues
 from tpu_offload.types import ChunkKey
 
-_TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
-_MIN_TRACKED = 2**13  # and at least
-_END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
+TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
+MIN_TRACKED = 2**13  # and at least
+END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
 
 
 @final
 class DensityPolicy(EvictionPolicy):
-    """Evicts the chunk with the fewest expected hits per unit of space and time."""
+    """Evicts the chunk with the fewest expected hits per unit of space and time.
+
+    Attributes:
+      end_chance: how often a prompt that continues an earlier one contains its last chunk, a running mean.
+    """
 
     def __init__(self) -> None:
         self._runs = RunTable()  # of every chunk, resident or tracked
@@ -55,15 +59,15 @@ class DensityPolicy(EvictionPolicy):
         self._queues = RunQueues(CLASS_USES, POOLS, parts=PARTS)
         self._newest_use_id = -1
         self._tracked: deque[tuple[int, int]] = deque()  # runs with evicted chunks: number and lifetime
-        self._max_tracked = _MIN_TRACKED
-        # Runs that end with the last chunk of a prompt (number and ticket), and how often it is used with those before.
+        self._max_tracked = MIN_TRACKED
+        # Runs that end with the last chunk of a prompt: number and ticket.
         self._ends: deque[tuple[int, int]] = deque()
-        self._end_chance = 1.0
+        self.end_chance = 1.0
         self._shortest = 0  # interval between uses that is told from longer ones
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(1)."""
-        self._max_tracked = max(_MIN_TRACKED, num_chunks * _TRACKED)
+        self._max_tracked = max(MIN_TRACKED, num_chunks * TRACKED)
         self._shortest = shortest_interval(num_chunks)
         self._queues.resize(num_chunks)
         self._forget_oldest()
@@ -155,7 +159,7 @@ class DensityPolicy(EvictionPolicy):
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + runs that cannot be evicted), and O(queues) when they are sorted."""
-        if self._end_chance < 0.5:
+        if self.end_chance < 0.5:
             num_chunks -= self._evict_ends(num_chunks, residents)
         for run in self._evict_in_order(num_chunks, residents):
             self._queues.place(run)
@@ -355,9 +359,9 @@ class DensityPolicy(EvictionPolicy):
         end, run.end = run.end, None
         if end is not None:
             if num_chunks == len(run.keys) and next_chunk < len(keys):
-                self._end_chance += ((keys[next_chunk] == end) - self._end_chance) * _END_WEIGHT
+                self.end_chance += ((keys[next_chunk] == end) - self.end_chance) * END_WEIGHT
         elif run.at_end and num_chunks >= len(run.keys) - 1:
-            self._end_chance += ((num_chunks == len(run.keys)) - self._end_chance) * _END_WEIGHT
+            self.end_chance += ((num_chunks == len(run.keys)) - self.end_chance) * END_WEIGHT
 
     def _evict_ends(self, num_chunks: int, residents: Residents) -> int:
         """Evicts last chunks of prompts, but not of the newest; returns how many. They are not tracked."""

@@ -37,16 +37,16 @@ from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 type _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _PER_OCTAVE = 2
-_AGES = [2.0 ** (i / _PER_OCTAVE) for i in range(4 * _PER_OCTAVE, 44 * _PER_OCTAVE)]  # where age groups begin
-_NUM_GROUPS = len(_AGES) + 1
-_STARTS = np.array([0.0, *_AGES])
+AGES = [2.0 ** (i / _PER_OCTAVE) for i in range(4 * _PER_OCTAVE, 44 * _PER_OCTAVE)]  # where age groups begin
+_NUM_GROUPS = len(AGES) + 1
+_STARTS = np.array([0.0, *AGES])
 _ENDS = np.append(_STARTS[1:], 2 * _STARTS[-1])
 _WIDTHS = _ENDS - _STARTS
-_PRIOR_HAZARD = 0.05  # of a use in an age group, for chunks used once
-_PRIOR_RUNS = 8.0  # weight of the prior, in observed runs of a class
-_PART_RUNS = 16.0  # weight of the factor 1 for a part of a class, in expected uses of runs
-_MAX_PRIOR = 0.9
-_MAX_HAZARD = 0.999
+PRIOR_HAZARD = 0.05  # of a use in an age group, for chunks used once
+PRIOR_RUNS = 8.0  # weight of the prior, in observed runs of a class
+PART_RUNS = 16.0  # weight of the factor 1 for a part of a class, in expected uses of runs
+MAX_PRIOR = 0.9
+MAX_HAZARD = 0.999
 
 
 @final
@@ -65,6 +65,11 @@ class Lifetimes:
       num_classes: with parts.
       densities: the hit densities of all classes and ages, as last estimated: expected uses per chunk of space and unit
         of time. `first_density` says where those of an age are. Flat, because loops read single ones.
+      all_uses, all_in_hbm, all_ends: float64[classes, age groups], chunks whose lifetimes ended at that age: by a use,
+        by one that HBM served, and at all. Halved in weight after each half-life.
+      all_runs: the same shape, the runs that were used since the last estimate and that HBM lacked.
+      constant_rates: the classes in which age does not matter.
+      part_rates: the classes whose parts differ.
     """
 
     def __init__(
@@ -85,11 +90,10 @@ class Lifetimes:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # Chunks by class and age group, and the runs that hit since the last estimate: `array`s for counting single
-        # events, with numpy views of all counts.
+        # `array`s for counting single events, with numpy views of all counts.
         counters = [array("d", [0.0]) * (num_classes * _NUM_GROUPS) for _ in range(4)]
         self._uses, self._in_hbm, self._ends, self._runs = counters
-        self._all_uses, self._all_in_hbm, self._all_ends, self._all_runs = (
+        self.all_uses, self.all_in_hbm, self.all_ends, self.all_runs = (
             np.frombuffer(counts).reshape(num_classes, _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
@@ -97,10 +101,10 @@ class Lifetimes:
         self._density = np.frombuffer(self.densities).reshape(_NUM_GROUPS, num_classes)
         # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
         # all uses, and the share of the uses that HBM leaves to this tier.
-        self._alive_then, self._hits_then = np.zeros_like(self._all_uses), np.zeros_like(self._all_uses)
-        self._rates, self._shares = np.ones_like(self._all_uses), np.ones_like(self._all_uses)
-        self._constant = ConstantRates(num_classes)
-        self._parts = PartRates(self._whole[: len(num_uses), len(num_uses) :])
+        self._alive_then, self._hits_then = np.zeros_like(self.all_uses), np.zeros_like(self.all_uses)
+        self._rates, self._shares = np.ones_like(self.all_uses), np.ones_like(self.all_uses)
+        self.constant_rates = ConstantRates(num_classes)
+        self.part_rates = PartRates(self._whole[: len(num_uses), len(num_uses) :])
         self.learn([1], [[0.0] * num_classes])
 
     def end(
@@ -116,7 +120,7 @@ class Lifetimes:
           in_hbm: whether HBM served that use.
           goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
         """
-        place = class_id * _NUM_GROUPS + bisect(_AGES, float(age))  # floats are compared faster with each other
+        place = class_id * _NUM_GROUPS + bisect(AGES, float(age))  # floats are compared faster with each other
         self._ends[place] += num_chunks
         if used:
             self._uses[place] += num_chunks
@@ -129,7 +133,7 @@ class Lifetimes:
 
     def first_density(self, age: int) -> int:
         """The index in `densities` of the hit density of the first class at this age; the other classes follow."""
-        return bisect(_AGES, float(age)) * self.num_classes
+        return bisect(AGES, float(age)) * self.num_classes
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
         """Estimates hit densities from all counts.
@@ -144,29 +148,29 @@ class Lifetimes:
         alive_now = np.asarray(alive, np.float64).T @ np.equal.outer(groups, np.arange(_NUM_GROUPS))
         all_alive = self._whole @ alive_now
         if elapsed:
-            hits = self._all_uses - self._all_in_hbm - self._hits_then
+            hits = self.all_uses - self.all_in_hbm - self._hits_then
             exposure = (self._alive_then + all_alive) / 2 * elapsed
             exposure *= self._shares  # as far as HBM has none of them
-            observed = self._whole @ hits, self._whole @ self._all_runs, exposure
+            observed = self._whole @ hits, self._whole @ self.all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
             rates = self._rates[:, first:]
-            self._constant.observe(uses, runs, exposure, rates)
+            self.constant_rates.observe(uses, runs, exposure, rates)
             parts = slice(len(self._factors), None)
-            self._parts.observe(runs[parts], exposure[parts], rates[parts])
-        self._all_runs[:] = 0
+            self.part_rates.observe(runs[parts], exposure[parts], rates[parts])
+        self.all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
-            for counts in (self._all_uses, self._all_in_hbm, self._all_ends):
+            for counts in (self.all_uses, self.all_in_hbm, self.all_ends):
                 counts /= 2
-            self._constant.halve()
-            self._parts.halve()
-        self._alive_then, self._hits_then = all_alive, self._all_uses - self._all_in_hbm
-        ends = self._pooled @ (self._all_ends + alive_now)
-        self._estimate(self._pooled @ self._all_uses, self._pooled @ self._all_in_hbm, ends, first)
+            self.constant_rates.halve()
+            self.part_rates.halve()
+        self._alive_then, self._hits_then = all_alive, self.all_uses - self.all_in_hbm
+        ends = self._pooled @ (self.all_ends + alive_now)
+        self._estimate(self._pooled @ self.all_uses, self._pooled @ self.all_in_hbm, ends, first)
 
     def parts_differ(self) -> list[bool]:
         """For each class whether its parts are used at different rates, as last estimated."""
-        differ: list[bool] = self._parts.found().tolist()
+        differ: list[bool] = self.part_rates.found().tolist()
         return differ
 
     def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
@@ -180,10 +184,11 @@ class Lifetimes:
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
         num = len(self._factors)
-        is_own = np.append(np.full(num, True), self._parts.found()[self._class_of[num:]])  # else the value of its class
+        differ = self.part_rates.found()[self._class_of[num:]]
+        is_own = np.append(np.full(num, True), differ)  # else the value of its class
         density = np.zeros_like(used)
         density[is_own] = _best_rates((used * share)[is_own], space[is_own])
-        is_constant, rates = self._constant.found()
+        is_constant, rates = self.constant_rates.found()
         is_constant &= is_own
         used = _constant_uses(rates[is_constant], widths)
         density[is_constant] = _best_rates(used * share[is_constant], used) * rates[is_constant, None]
@@ -205,7 +210,7 @@ class Lifetimes:
 
         The prior is that of all classes together, because what HBM still has depends on its age most of all.
         """
-        weight = _PRIOR_RUNS * self._run_size
+        weight = PRIOR_RUNS * self._run_size
         num = len(self._factors)
         common = 1 - in_hbm[:num].sum(0) / (uses[:num].sum(0) + weight)
         share: _Floats = 1 - (in_hbm + weight * (1 - common)) / (uses + weight)
@@ -213,21 +218,21 @@ class Lifetimes:
 
     def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
         """The probability of a use in each age group, given that it is reached; by class."""
-        weight = _PRIOR_RUNS * self._run_size
+        weight = PRIOR_RUNS * self._run_size
         num = len(self._factors)
         part_uses, part_reached = uses[num:], reached[num:]
         uses, reached = uses[:num], reached[:num]
-        common = (uses.sum(0) + weight * _PRIOR_HAZARD) / (reached.sum(0) + weight)
+        common = (uses.sum(0) + weight * PRIOR_HAZARD) / (reached.sum(0) + weight)
         mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
-        prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
-        hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
+        prior = np.minimum(common * self._factors / mean_factor, MAX_PRIOR)
+        hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), MAX_HAZARD)
         return np.concatenate([hazard, self._part_hazard(hazard[self._class_of[num:]], part_uses, part_reached)])
 
     def _part_hazard(self, hazard: _Floats, uses: _Floats, reached: _Floats) -> _Floats:
         """The same for parts, in proportion to the hazards of their classes, which are float64[parts, age groups]."""
-        weight = _PART_RUNS * self._run_size
+        weight = PART_RUNS * self._run_size
         factors = (uses.sum(1) + weight) / ((reached * hazard).sum(1) + weight)
-        parts: _Floats = np.minimum(hazard * factors[:, None], np.maximum(hazard, _MAX_PRIOR))
+        parts: _Floats = np.minimum(hazard * factors[:, None], np.maximum(hazard, MAX_PRIOR))
         return parts
 
 

@@ -18,10 +18,10 @@ from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.core.policies.run_keys import RunKeys
 from tpu_offload.types import ChunkKey
 
-_MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops, but costs every small tier more
-_SLICES = 16  # while as many chunks are used as fit the tier
-_LEARN_EVERY = 2048  # chunks used
-_HALF_LIFE = 2**13  # runs
+MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops, but costs every small tier more
+SLICES = 16  # while as many chunks are used as fit the tier
+LEARN_EVERY = 2048  # chunks used
+HALF_LIFE = 2**13  # runs
 
 
 @final
@@ -61,7 +61,7 @@ class Run:
         "use_id",
     )
 
-    slice: "_Slice"
+    slice: "TimeSlice"
     class_id: int
     time: int
 
@@ -97,7 +97,7 @@ type Queue = deque[tuple[Run, int]]
 
 
 @final
-class _Slice:
+class TimeSlice:
     """A time slice, and the lifetimes that began in it, by class.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Slice:
         self.queues: dict[int, Queue] = {}
         self.first = 0
         self.first_density = 0
-        self.merged: _Slice | None = None
+        self.merged: TimeSlice | None = None
 
     def mean_time(self, end: int) -> int:
         """When its running lifetimes began, on average; the middle of the slice, which ends then, if it has none.
@@ -131,7 +131,8 @@ class _Slice:
         """
         return self.begun // self.num_alive if self.num_alive else (self.start + end) // 2
 
-    def take_in(self, older: "_Slice") -> None:
+    def take_in(self, older: "TimeSlice") -> None:
+        """Merges an older slice, the one before it, into this one. O(queues + entries of the older)."""
         self.start = older.start
         self.begun += older.begun
         self.num_alive += older.num_alive
@@ -152,25 +153,29 @@ class RunQueues:
       pools: see `Lifetimes`.
       parts: see `Lifetimes`. Runs of a part are in queues of their own while the parts of the class differ, else in
         those of the class.
+
+    Attributes:
+      lifetimes: what is known of the time to the next use; `end`, `renew` and `reorder` add to it.
+      slices: the time slices so far, oldest first; old ones are merged.
     """
 
     def __init__(
         self, num_uses: Sequence[float], pools: Sequence[int] | None = None, *, parts: Sequence[int] = ()
     ) -> None:
         self._num_classes = len(num_uses) + len(parts)
-        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE, pools=pools, parts=parts)
+        self.lifetimes = Lifetimes(num_uses, half_life=HALF_LIFE, pools=pools, parts=parts)
         self._class_of = [*range(len(num_uses)), *parts]  # of each class, itself
         self._queue_of = self._class_of  # the number of its queue in a slice, by class
         self._now = 0
-        self._slices = [self._new_slice(0)]  # oldest first
+        self.slices = [self._new_slice(0)]
         self._young = 0  # younger ages are not distinguished
-        self._slice_size = _MIN_SLICE
-        self._next_slice = _MIN_SLICE
-        self._learn_every = _LEARN_EVERY
-        self._next_learn = _LEARN_EVERY
+        self._slice_size = MIN_SLICE
+        self._next_slice = MIN_SLICE
+        self._learn_every = LEARN_EVERY
+        self._next_learn = LEARN_EVERY
         self._last_learn = 0
         self._last_used = -1, -1  # when the lifetime that a use ended last began, and its class
-        self._next_purge = _LEARN_EVERY
+        self._next_purge = LEARN_EVERY
         self._ordered = False  # since the last slice began
         self._queues: dict[int, Queue] = {}  # by number: those with entries since they were last sorted
         # A heap of values and numbers of queues: all that have entries, and perhaps others.
@@ -195,9 +200,9 @@ class RunQueues:
 
     def resize(self, num_chunks: int) -> None:
         """The tier has room for this many chunks from now on."""
-        self._young = num_chunks // _SLICES
-        self._slice_size = max(_MIN_SLICE, self._young)
-        self._learn_every = max(_LEARN_EVERY, self._slice_size)
+        self._young = num_chunks // SLICES
+        self._slice_size = max(MIN_SLICE, self._young)
+        self._learn_every = max(LEARN_EVERY, self._slice_size)
 
     def advance(self, num_chunks: int) -> None:
         """Advances the time by this many chunks used. O(1), or O(slices) where a slice ends."""
@@ -207,8 +212,8 @@ class RunQueues:
 
     def clear(self) -> list[Entries]:
         """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
-        held: list[Entries] = [queue for time_slice in self._slices for queue in time_slice.queues.values()]
-        self._slices = [self._new_slice(self._now)]
+        held: list[Entries] = [queue for time_slice in self.slices for queue in time_slice.queues.values()]
+        self.slices = [self._new_slice(self._now)]
         self._queues, self._waiting, self._ordered = {}, [], False
         return held
 
@@ -216,13 +221,13 @@ class RunQueues:
         """Begins a lifetime of a run, which awaits eviction only once it is placed."""
         run.class_id = class_id
         run.time = self._now
-        run.slice = self._slices[-1]
+        run.slice = self.slices[-1]
         self.resize_run(run, len(run.keys))
 
     def end(self, run: Run, num_chunks: int, *, used: bool) -> None:
         """Ends the lifetime of chunks of a run, by a use or because they are forgotten."""
         self.resize_run(run, -num_chunks)
-        self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
+        self.lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
     def renew(self, run: Run, class_id: int, *, in_hbm: bool = False) -> None:
         """A use ends a lifetime and begins the next: as `end` and `begin`, in one call because most calls are these.
@@ -232,11 +237,11 @@ class RunQueues:
           class_id: its class from now on.
           in_hbm: whether HBM served that use.
         """
-        num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
+        num_chunks, now, newest = len(run.keys), self._now, self.slices[-1]
         time_slice = run.slice
         if time_slice is not newest:
             if time_slice.merged is not None:
-                time_slice = self._slice_of(run)
+                time_slice = self.slice_of(run)
             run.slice = newest
         time_slice.alive[run.class_id] -= num_chunks
         time_slice.num_alive -= num_chunks
@@ -245,7 +250,7 @@ class RunQueues:
         newest.num_alive += num_chunks
         newest.begun += num_chunks * now
         begun = run.time, run.class_id
-        self._lifetimes.end(
+        self.lifetimes.end(
             run.class_id, num_chunks, now - run.time, used=True, in_hbm=in_hbm, goes_on=begun == self._last_used
         )
         if not in_hbm:
@@ -256,7 +261,7 @@ class RunQueues:
 
     def resize_run(self, run: Run, num_chunks: int) -> None:
         """A run has become longer or shorter by this many chunks, without a use."""
-        time_slice = self._slice_of(run)
+        time_slice = self.slice_of(run)
         time_slice.alive[run.class_id] += num_chunks
         time_slice.num_alive += num_chunks
         time_slice.begun += num_chunks * run.time
@@ -267,14 +272,21 @@ class RunQueues:
         run.class_id = class_id
         self.resize_run(run, len(run.keys))
 
+    def slice_of(self, run: Run) -> TimeSlice:
+        """The time slice in which its lifetime began, or that one was merged into. O(1), amortized."""
+        time_slice = run.slice
+        while time_slice.merged is not None:
+            time_slice = run.slice = time_slice.merged
+        return time_slice
+
     def is_in(self, run: Run, queue: Queue) -> bool:
         """Whether the run would be placed in this queue now; another one since parts differ, or no longer do."""
-        return self._slice_of(run).queues.get(self._queue_of[run.class_id]) is queue
+        return self.slice_of(run).queues.get(self._queue_of[run.class_id]) is queue
 
     def place(self, run: Run) -> None:
         """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
-        time_slice = run.slice if run.slice.merged is None else self._slice_of(run)
+        time_slice = run.slice if run.slice.merged is None else self.slice_of(run)
         place = self._queue_of[run.class_id]
         queue = time_slice.queues.get(place)
         if queue is None:
@@ -282,13 +294,13 @@ class RunQueues:
         if not queue and self._ordered:
             number = time_slice.first + place
             self._queues[number] = queue
-            heapq.heappush(self._waiting, (self._lifetimes.densities[time_slice.first_density + place], number))
+            heapq.heappush(self._waiting, (self.lifetimes.densities[time_slice.first_density + place], number))
         queue.append((run, ticket))
 
     def reorder(self) -> None:
         """Sorts all queues by value. O(slices + queues that exist)."""
         self._ordered = True
-        slices = self._slices
+        slices = self.slices
         ends = [time_slice.start for time_slice in slices[1:]] + [self._now]
         ages = [self._now - time_slice.mean_time(end) for time_slice, end in zip(slices, ends, strict=True)]
         if self._now >= self._next_learn:
@@ -297,15 +309,15 @@ class RunQueues:
             alive = [time_slice.alive for time_slice in slices]
             # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
-            self._lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
-            self._set_apart(self._lifetimes.parts_differ())
-        densities = self._lifetimes.densities
+            self.lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
+            self._set_apart(self.lifetimes.parts_differ())
+        densities = self.lifetimes.densities
         queues: dict[int, Queue] = {}
         waiting: list[tuple[float, int]] = []
         first = 0
         for time_slice, age in zip(slices, ages, strict=True):
             time_slice.first = first
-            time_slice.first_density = first_density = self._lifetimes.first_density(age)
+            time_slice.first_density = first_density = self.lifetimes.first_density(age)
             for place, queue in time_slice.queues.items():
                 if queue:
                     queues[first + place] = queue
@@ -319,11 +331,11 @@ class RunQueues:
         alive: dict[tuple[int, int], int] = {}
         begun: dict[int, int] = {}
         for run in runs:
-            slice_id = id(self._slice_of(run))
+            slice_id = id(self.slice_of(run))
             begun[slice_id] = begun.get(slice_id, 0) + len(run.keys) * run.time
             where = slice_id, run.class_id
             alive[where] = alive.get(where, 0) + len(run.keys)
-        for time_slice in self._slices:
+        for time_slice in self.slices:
             assert begun.get(id(time_slice), 0) == time_slice.begun, "a lifetime began at another time"
             for class_id, num_alive in enumerate(time_slice.alive):
                 assert alive.pop((id(time_slice), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
@@ -332,7 +344,7 @@ class RunQueues:
 
     def waiting(self) -> set[int]:
         """The `id()`s of the runs that await eviction. For tests."""
-        queues = [queue for time_slice in self._slices for queue in time_slice.queues.values()]
+        queues = [queue for time_slice in self.slices for queue in time_slice.queues.values()]
         return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
 
     def order(self) -> list[Queue]:
@@ -343,28 +355,22 @@ class RunQueues:
 
     def num_entries(self) -> int:
         """Entries of all queues, stale ones too. For tests."""
-        return sum(len(queue) for time_slice in self._slices for queue in time_slice.queues.values())
+        return sum(len(queue) for time_slice in self.slices for queue in time_slice.queues.values())
 
-    def _slice_of(self, run: Run) -> _Slice:
-        time_slice = run.slice
-        while time_slice.merged is not None:
-            time_slice = run.slice = time_slice.merged
-        return time_slice
-
-    def _new_slice(self, start: int) -> _Slice:
-        return _Slice(start, num_classes=self._num_classes)
+    def _new_slice(self, start: int) -> TimeSlice:
+        return TimeSlice(start, num_classes=self._num_classes)
 
     def _set_apart(self, differ: list[bool]) -> None:
         """For each class whether its runs are placed in queues of their parts from now on."""
         self._queue_of = [i if differ[class_id] else class_id for i, class_id in enumerate(self._class_of)]
 
     def _begin_slice(self) -> None:
-        merged = self._slices[:1]
-        for time_slice in self._slices[1:]:
+        merged = self.slices[:1]
+        for time_slice in self.slices[1:]:
             if time_slice.start - merged[-1].start + self._slice_size <= (self._now - time_slice.start) // 8:
                 time_slice.take_in(merged.pop())
             merged.append(time_slice)
-        self._slices = [*merged, self._new_slice(self._now)]
+        self.slices = [*merged, self._new_slice(self._now)]
         self._next_slice = self._now + self._slice_size
         self._ordered = False  # sorted on demand: never while there is room for all
         if self._now >= self._next_purge:
@@ -373,7 +379,7 @@ class RunQueues:
 
     def _purge_stale(self) -> None:
         """Stale entries are mostly at the old end; others are removed when their slice is evicted from."""
-        for time_slice in self._slices:
+        for time_slice in self.slices:
             for queue in time_slice.queues.values():
                 while queue and queue[0][0].ticket != queue[0][1]:
                     queue.popleft()

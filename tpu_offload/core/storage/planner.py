@@ -84,7 +84,7 @@ class StoragePlanner:
             neighbors=neighbors,
         )
         self._lookups = LookupPlanner(
-            context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self._add_found
+            context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self.add_found
         )
         self._breakers = [*jobs.breakers, self._lookups.breaker]
         self._listings: dict[int, Sequence[ChunkKey] | None] = {}  # by worker, until all have started
@@ -114,7 +114,7 @@ class StoragePlanner:
         """Likewise, for checkpoints; see `LookupPlanner.ask_pieces`."""
         self._lookups.ask_pieces(request, checkpoints, first=first, end=end)
 
-    def _add_found(self, keys: Sequence[ChunkKey]) -> None:
+    def add_found(self, keys: Sequence[ChunkKey]) -> None:
         """Other engines have stored this prefix. What has no room is left out, from the tail on."""
         records = self.records
         new = [key for key in keys if not (records.knows(key) or key in records.to_delete)]

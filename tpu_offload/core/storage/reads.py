@@ -64,6 +64,9 @@ class StorageReads:
       own_counts: likewise.
       mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
       neighbors: the other tiers, and this one.
+
+    Attributes:
+      breaker: suspends promotions while they fail.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class StorageReads:
         self._neighbors = neighbors
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
-        self._breaker = jobs.make_breaker("promotions from")
+        self.breaker = jobs.make_breaker("promotions from")
         self._reading: dict[int, _Reading] = {}  # by job in flight
         self._num_slots = 0  # of chunks that promotions in flight write
 
@@ -143,7 +146,7 @@ class StorageReads:
         self._records.promoting.update(names)
         self._num_slots += self._num_chunk_slots(slots)
         now_s = self._clock()
-        job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self._breaker, writes=writes, now_s=now_s)
+        job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self.breaker, writes=writes, now_s=now_s)
         self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end)
 
     def _num_chunk_slots(self, slots: Sequence[int]) -> int:
@@ -152,7 +155,7 @@ class StorageReads:
     @property
     def are_admitted(self) -> bool:
         """Whether its reads are not suspended."""
-        return self._breaker.admits(ACCOUNT)
+        return self.breaker.admits(ACCOUNT)
 
     @property
     def _max_slots(self) -> int:
@@ -171,7 +174,7 @@ class StorageReads:
         if not self.are_admitted:
             return 0
         room = max(0, min(MAX_PROMOTIONS, self._records.room_in_flight, self._slots_left))
-        return room if self._breaker.closed else min(room, 1)
+        return room if self.breaker.closed else min(room, 1)
 
     def has_room_for(self, num_records: int, num_slots: int) -> bool:
         """Whether so many records may be read now, into so many slots of chunks. A checkpoint is read as a whole."""
