@@ -162,7 +162,6 @@ class RunQueues:
     def __init__(
         self, num_uses: Sequence[float], pools: Sequence[int] | None = None, *, parts: Sequence[int] = ()
     ) -> None:
-        self._num_classes = len(num_uses) + len(parts)
         self.lifetimes = Lifetimes(num_uses, half_life=HALF_LIFE, pools=pools, parts=parts)
         self._class_of = [*range(len(num_uses)), *parts]  # of each class, itself
         self._queue_of = self._class_of  # the number of its queue in a slice, by class
@@ -322,7 +321,7 @@ class RunQueues:
                 if queue:
                     queues[first + place] = queue
                     waiting.append((densities[first_density + place], first + place))
-            first += self._num_classes
+            first += self.lifetimes.num_classes
         waiting.sort()  # so it is a heap
         self._queues, self._waiting = queues, waiting
 
@@ -358,7 +357,7 @@ class RunQueues:
         return sum(len(queue) for time_slice in self.slices for queue in time_slice.queues.values())
 
     def _new_slice(self, start: int) -> TimeSlice:
-        return TimeSlice(start, num_classes=self._num_classes)
+        return TimeSlice(start, num_classes=self.lifetimes.num_classes)
 
     def _set_apart(self, differ: list[bool]) -> None:
         """For each class whether its runs are placed in queues of their parts from now on."""
