@@ -3,6 +3,7 @@
 A private attribute that tests of several modules need is named here only.
 """
 
+import dataclasses
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -354,6 +355,11 @@ def idle(connections: "RecordConnections") -> "list[Connection]":
 def in_use(connections: "RecordConnections") -> "Collection[Connection]":
     """Connections on which a value is read or written."""
     return connections._in_use
+
+
+def set_timeout(connections: "RecordConnections", timeout_s: float) -> None:
+    """The timeout from now on. What has to succeed gets a generous one, however busy the machine is."""
+    connections._server = dataclasses.replace(connections._server, timeout_s=timeout_s)
 
 
 def socket_of(connection: "Connection") -> "socket.socket":
