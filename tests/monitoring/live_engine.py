@@ -177,13 +177,12 @@ class LiveEngine:
     def fail_next_save(self) -> None:
         """The next save raises when it is dispatched."""
         copier: Any = tier_group(one_worker(self.engine)).copiers[Direction.SAVE]
-        real = copier._save
 
-        def fails_once(segment, *args):
-            copier._save = real
+        def fails_once(*args):
+            del copier.save
             raise RuntimeError("injected")
 
-        copier._save = fails_once
+        copier.save = fails_once
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_a_small_buffer_of_the_sender(buffer_nbytes):
     sizes: list[int] = []
 
     class Small(socket.socket):
-        def setsockopt(self, level, option, number):
+        def setsockopt(self, level, option, number):  # type: ignore[override]
             is_buffer = (level, option) == (socket.SOL_SOCKET, socket.SO_SNDBUF)
             super().setsockopt(level, option, buffer_nbytes if is_buffer else number)
 

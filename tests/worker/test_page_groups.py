@@ -350,24 +350,36 @@ def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monke
 
 def test_closing_stops_every_allocation_before_it_waits_for_the_first(monkeypatch, caplog):
     real, is_closing = host_arena.pinned_zeros, threading.Event()
-    stops: list[threading.Event] = []
+    stopped: list[object] = []
 
     def allocate(struct):
         is_closing.wait(60)
         until_s = time.monotonic() + 30
-        while not all(stop.is_set() for stop in stops) and time.monotonic() < until_s:
+        while len(stopped) < 6 and time.monotonic() < until_s:
             time.sleep(0.001)
         return real(struct)
 
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 20.0)
     engine = Engine(wait=False, swap_gb=0.001)
-    stops += [group.memory.arena._stop for group in (*engine.groups, *swap_groups(engine.worker))]
-    assert len(stops) == 6
+    for group in (*engine.groups, *swap_groups(engine.worker)):
+        note_stop(group.memory.arena, stopped)
     is_closing.set()
     with caplog.at_level(logging.ERROR):
         engine.worker.close()
+    assert len(stopped) == 6
     assert caplog.messages == []
+
+
+def note_stop(arena, stopped):
+    """Has an arena added to this list when it is told to stop its allocation."""
+    stop = arena.stop_growing
+
+    def noted():
+        stop()
+        stopped.append(arena)
+
+    arena.stop_growing = noted
 
 
 def test_direct_copies_of_all_page_groups_take_two_blocks_of_hbm():
