@@ -143,7 +143,8 @@ def test_evicting_one_block_of_a_window_shortens_the_hit():
     manager = block_manager(blocks)
     block_id = manager.get(2, hashes[5])
     assert block_id is not None
-    del manager._block_of[2][hashes[5]], manager._key_of[block_id]
+    manager.share([other for other in range(1, manager.num_blocks + 1) if other != block_id])
+    assert manager.allocate(1) == [block_id], "the only one that is free"
     assert blocks.find_prefix(hashes) == [{}, {}, {}]
 
 

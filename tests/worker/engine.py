@@ -355,12 +355,12 @@ def make_landings_slow(engine, monkeypatch):
 
     def slowed(write):
         def slowly(*args):
-            tokens, error = write(*args)
-            slow.extend(map(Slow, tokens))
-            return slow[len(slow) - len(tokens) :], error
+            slow.append(Slow(write(*args)))
+            return slow[-1]
 
         return slowly
 
     for pool in slot_pools(engine.worker):
-        monkeypatch.setattr(pool, "write", slowed(pool.write))
+        for copier in pool.copiers:
+            monkeypatch.setattr(copier, "write", slowed(copier.write))
     return slow

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.inside import arena_segments, host_tier, staging_usage, swap_groups, tier_groups, worker_jobs, worker_storage
+from tests.inside import (
+    arena_segments,
+    host_tier,
+    slot_pools,
+    staging_usage,
+    swap_groups,
+    tier_groups,
+    worker_jobs,
+)
 from tests.jobs import copy_job, storage_job
 from tests.storage.memory_tier import NAME
 from tests.worker.engine import (
@@ -314,7 +322,7 @@ def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch)
     engine = Engine(**STORAGE)
     engine.run(engine.save(range(12), range(12)))
     engine.run(engine.move(JobKind.CASCADE, (1, 0)))
-    first, second, *_ = worker_storage(engine.worker)._copiers[0]
+    first, second, *_ = slot_pools(engine.worker)[0].copiers
     write = first.write
     monkeypatch.setattr(first, "write", lambda *args: (write(*args), Poisoned())[1])
     monkeypatch.setattr(second, "write", broken(INJECTED))
