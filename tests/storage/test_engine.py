@@ -246,7 +246,7 @@ def test_what_is_saved_after_a_reset_is_found_by_no_other_process(tmp_path):
     serve_slowly(engine, rounds()[:1])
     num_stored = engine.offload_stats().num_stored_chunks
     engine.close()
-    assert stores.survey(open_inspector(str(tmp_path))).num_records == num_stored, "and takes no room"
+    assert stores.num_current(open_inspector(str(tmp_path))) == num_stored, "and takes no room"
 
 
 def test_a_reset_that_was_killed_leaves_what_was_right_for_the_weights_of_the_start(tmp_path):

@@ -147,4 +147,4 @@ def test_a_reset_empties_both(tmp_path):
         stats = engine.tier_stats()
         assert stats[1].num_stored_chunks == stats[0].num_stored_chunks > 0
         assert promoted(engine) == [0, 0]
-    assert stores.survey(open_inspector(str(tmp_path))).num_records == stats[0].num_stored_chunks
+    assert stores.num_current(open_inspector(str(tmp_path))) == stats[0].num_stored_chunks
