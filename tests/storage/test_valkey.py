@@ -165,7 +165,7 @@ def test_a_clear_while_the_generation_is_read(server, always_ask):
 
         client.get = get_before_the_clear
         assert exists(tier, [key_of(1)]) == [False]
-        assert generation(tier) != old
+        assert client.get(marker_of(tier)).decode() == generation(tier) != old
 
 
 def test_a_clear_without_a_server_is_made_durable_later(server):
