@@ -414,7 +414,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         return state
     side = scheduler.connector.scheduler_side
     side.check_invariants()
-    if not scheduler.requests:
+    if not (scheduler.requests or side.has_jobs):  # a load of a request that was aborted is waited for
         side.check_empty()
     stats = connector_scheduler(side).stats()
     return state | {
