@@ -3,7 +3,8 @@
 A private attribute that tests of several modules need is named here only.
 """
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from tpu_offload.core.policies import PriorityPolicy
@@ -11,10 +12,15 @@ from tpu_offload.core.policies import PriorityPolicy
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     import socket
 
+    import jax
     from glide_sync import GlideClient
 
     from tpu_offload import OffloadScheduler, OffloadWorker
+    from tpu_offload.adapters.vllm.event_sources import BlockSources
+    from tpu_offload.adapters.vllm.load_timing import LoadTiming
     from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
+    from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
+    from tpu_offload.adapters.vllm.worker_side import WorkerSide
     from tpu_offload.core.chunk_table import ChunkTable
     from tpu_offload.core.context import TierContext
     from tpu_offload.core.host_pools import HostPools, SegmentMoves
@@ -148,6 +154,32 @@ def lost_segments(arena: "HostArena") -> "set[int]":
     return arena._lost
 
 
+def hold_loads(copies: "PageGroupCopies") -> Callable[[], None]:
+    """Has staged loads never arrive, until what is returned is called."""
+    resume, copies._resume_load = copies._resume_load, lambda flight, kv_caches: None
+
+    def release() -> None:
+        copies._resume_load = resume
+
+    return release
+
+
+def change_ranks(copies: "PageGroupCopies", change: Callable[[Any], Any]) -> None:
+    """Has blocks copied to and from other ranks than their own, which are given to `change`."""
+    ranks_of = copies._ranks_of
+    copies._ranks_of = lambda parts: change(ranks_of(parts))
+
+
+def rebuilt_segments(arena: "HostArena") -> "dict[int, Segment]":
+    """Lost segments that are allocated again and not in use yet; the arena's own table."""
+    return arena._rebuilt
+
+
+def segment_structs(arena: "HostArena") -> "tuple[jax.ShapeDtypeStruct, ...]":
+    """The stripes of a segment."""
+    return arena._structs
+
+
 # The scheduler.
 
 
@@ -275,9 +307,42 @@ def swap_pool_hashes(scheduler: "OffloadScheduler") -> "dict[int, BlockHash]":
     return tier_context(scheduler).swap_pool._hash_of
 
 
+# The connector for vLLM.
+
+
 def connector_scheduler(side: "SchedulerSide") -> "OffloadScheduler | None":
-    """The library's scheduler in the connector for vLLM; None until the workers have reported the layout."""
+    """The library's scheduler; None until the workers have reported the layout."""
     return side._offload
+
+
+def promised_requests(side: "SchedulerSide") -> set[str]:
+    """Requests that were matched in this pass and not admitted yet."""
+    return side._promised
+
+
+def event_sources(side: "SchedulerSide") -> "BlockSources | None":
+    """The blocks of requests whose chunks may be stored; None without events."""
+    return side._event_sources
+
+
+def load_timing(side: "SchedulerSide") -> "LoadTiming":
+    """What decides when loads run."""
+    return side._load_timing
+
+
+def tainted_requests(side: "SchedulerSide") -> "TaintedRequests":
+    """The requests with other tokens than vLLM has."""
+    return side._tainted
+
+
+def open_loads(side: "WorkerSide") -> set[int]:
+    """Loads of which vLLM or the library's scheduler does not know the end."""
+    return side._unreported_loads.keys() | side._reported_loads.keys() | side._background_job_ids
+
+
+def invalid_block_ids(side: "WorkerSide") -> set[int]:
+    """The blocks that are to be reported to vLLM as invalid."""
+    return side._invalid_block_ids
 
 
 # The default eviction policy.
@@ -344,6 +409,11 @@ def model_runner(engine: "Engine") -> "ModelRunner":
     return engine._runner
 
 
+def set_weights(engine: "Engine", weights: Any) -> None:
+    """Gives an engine's model other weights."""
+    model_runner(engine)._weights = weights
+
+
 def launch_empty_batch(engine: "Engine") -> None:
     """Begins the planned copies of an engine, in a step without tokens."""
     engine._launch([])
@@ -384,6 +454,11 @@ def state_rows(blocks: "KVBlocks") -> "StateRows | None":
     return blocks._states
 
 
+def row_manager(states: "StateRows") -> "BlockManager":
+    """The reference counts and the prefix cache of rows of states."""
+    return states._manager
+
+
 # Servers below a storage tier.
 
 
@@ -415,6 +490,11 @@ def idle(connections: "RecordConnections") -> "list[Connection]":
 def in_use(connections: "RecordConnections") -> "Collection[Connection]":
     """Connections on which a value is read or written."""
     return connections._in_use
+
+
+def set_timeout(connections: "RecordConnections", timeout_s: float) -> None:
+    """The timeout from now on. What has to succeed gets a generous one, however busy the machine is."""
+    connections._server = dataclasses.replace(connections._server, timeout_s=timeout_s)
 
 
 def socket_of(connection: "Connection") -> "socket.socket":

@@ -32,21 +32,21 @@ class KeptPrograms:
 
     def __init__(self, own: Path, shared: Path) -> None:
         # XLA compiles for the processor at hand, of which jax's names say nothing.
-        self._own, self._shared = own, shared / _processor()
-        self._shared.mkdir(parents=True, exist_ok=True)
+        self._own, self.shared = own, shared / _processor()
+        self.shared.mkdir(parents=True, exist_ok=True)
 
     def exchange(self) -> None:
         """Files that only one of the folders has are in the other then."""
-        own, shared = self._files(self._own), self._files(self._shared)
+        own, shared = self._files(self._own), self._files(self.shared)
         for name in shared - own:
-            _copy(self._shared / name, self._own / name)
+            _copy(self.shared / name, self._own / name)
         for name in own - shared:
             if time.time() - (self._own / name).stat().st_mtime > _WRITTEN_S:
-                _copy(self._own / name, self._shared / name)
+                _copy(self._own / name, self.shared / name)
 
     def prune(self) -> None:
         """Removes the oldest if there are too many."""
-        files = [self._shared / name for name in self._files(self._shared)]
+        files = [self.shared / name for name in self._files(self.shared)]
         if len(files) > _MAX_FILES:
             for path in sorted(files, key=_age)[: len(files) - _MAX_FILES // 2]:
                 path.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ def test_what_may_still_be_written_is_not_given_away(folders):
 
 def test_half_a_copy_is_not_taken(folders):
     (_, of_a), (b, of_b) = folders
-    (of_a._shared / ".1.4711").write_text("half")
+    (of_a.shared / ".1.4711").write_text("half")
     of_b.exchange()
     assert list(b.iterdir()) == []
 
@@ -59,7 +59,7 @@ def test_the_oldest_are_removed(folders, monkeypatch):
     for i in range(5):
         write(a / str(i), "", age_s=100.0)
         of_a.exchange()
-        os.utime(of_a._shared / str(i), (i, i))
+        os.utime(of_a.shared / str(i), (i, i))
     of_a.prune()
-    assert sorted(path.name for path in of_a._shared.iterdir()) == ["3", "4"]
+    assert sorted(path.name for path in of_a.shared.iterdir()) == ["3", "4"]
     assert len(list(a.iterdir())) == 5

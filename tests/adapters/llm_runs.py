@@ -124,7 +124,7 @@ CONNECTOR = {
     "kv_connector": "TPUOffloadConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "tpu_offload.adapters.vllm", "kv_load_failure_policy": "recompute",
 }  # fmt: skip
-_STEP_LIMIT = 3000
+STEP_LIMIT = 3000
 _DRAIN_LIMIT_S = 30.0
 
 
@@ -227,7 +227,7 @@ class EngineRun:
         seen: list[list[str]] = [[] for _ in ids]
         due = {int(i): status for i, status in abort.items()}
         aborted, preempt_at, pausing = [], list(preempt_at), False
-        for _ in range(_STEP_LIMIT):
+        for _ in range(STEP_LIMIT):
             for i, (external, internal) in enumerate(ids):
                 request = self._scheduler.requests.get(internal)
                 if request is None:
@@ -414,11 +414,11 @@ def state_of(scheduler: Any) -> dict[str, Any]:
         return state
     side = scheduler.connector.scheduler_side
     side.check_invariants()
+    if not (scheduler.requests or side.has_jobs):  # a load of a request that was aborted is waited for
+        side.check_empty()
     stats = connector_scheduler(side).stats()
     return state | {
         "stats": {name: getattr(stats, name) for name in stats.__slots__},
-        "num_active": len(side._active) + len(side._promised),
-        "num_awaited": len(side._awaited),
         "has_jobs": side.has_jobs,
     }
 

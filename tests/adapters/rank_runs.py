@@ -1,6 +1,5 @@
 """Runs of `llm_runs` with data-parallel ranks: each rank has a scheduler in a process of its own, forked by vLLM."""
 
-import functools
 from typing import Any
 
 from tests.adapters import llm_runs
@@ -78,7 +77,7 @@ class RankedSteps(llm_runs.EngineRun):
 
         engine, tokens, num_paused = self._llm.llm_engine, dict[str, list[int]](), 0
         ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
-        for number in range(llm_runs._STEP_LIMIT):
+        for number in range(llm_runs.STEP_LIMIT):
             if number == after:
                 self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
                 while self._scheduler.has_requests() or self._core.batch_queue:
@@ -95,7 +94,7 @@ class RankedSteps(llm_runs.EngineRun):
         """Resets with all running requests after some steps, and goes on. Returns the error of the reset."""
         engine, tokens, error = self._llm.llm_engine, dict[str, list[int]](), ""
         ids = [self._add_request(prompt, sampling)[0] for prompt in prompts]
-        for number in range(llm_runs._STEP_LIMIT):
+        for number in range(llm_runs.STEP_LIMIT):
             if number == after:
                 try:
                     self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -121,11 +120,7 @@ class RankedRun(RankedSteps):
 
     def confuse_ranks(self) -> None:
         """Plants the fault that every rank copies to and from the places of the first."""
-        from tests.inside import tier_groups
+        from tests.inside import change_ranks, tier_groups
 
         for copies in tier_groups(self.worker):
-            copies._ranks_of = functools.partial(_first_rank, copies._ranks_of)
-
-
-def _first_rank(ranks_of: Any, jobs: Any) -> Any:
-    return 0 * ranks_of(jobs)
+            change_ranks(copies, lambda ranks: 0 * ranks)

@@ -7,6 +7,8 @@ checks every byte that attention would read.
 """
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +39,20 @@ from tests.adapters.engine_config import EOS, kv_cache_config, make_config
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix
 from tests.adapters.hashed_passes import Passes
 from tests.adapters.hashed_runner import Runner
-from tests.inside import connector_scheduler, request_table, tier_group, tier_groups
-from tpu_offload import CopyPath
+from tests.inside import (
+    connector_scheduler,
+    event_sources,
+    invalid_block_ids,
+    open_loads,
+    request_table,
+    tier_group,
+    tier_groups,
+)
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
+from tpu_offload.kernels import Copier
+from tpu_offload.kernels.staged import StagedCopier
 from tpu_offload.types import Direction
 
 GB = 2**30
@@ -59,6 +71,7 @@ class Stack:
       num_rows: for states; without any, the model has none.
       retention_interval: at which boundaries vLLM keeps states and windows in its prefix cache, see its
         `prefix_cache_retention_interval`.
+      clock: of the scheduler side, and with it of the library's scheduler.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class Stack:
         mixed_heads: bool = False,
         num_rows: int = 0,
         retention_interval: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **kwargs,
     ) -> None:
         init_none_hash(sha256)
@@ -93,6 +107,8 @@ class Stack:
         self.guess = guess
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda config: num_workers * num_stages)
+            timed = functools.partial(SchedulerSide, clock=clock)
+            patch.setattr("tpu_offload.adapters.vllm.connector.SchedulerSide", timed)
             if num_rows:  # as `install_hybrid_coordinator_hooks` does
                 patch.setattr("vllm.v1.core.sched.scheduler.KVCacheManager", TPUKVCacheManager)
                 make = tpu_get_kv_cache_coordinator
@@ -152,7 +168,7 @@ class Stack:
         return [connector.worker_side.worker for connector in self.connectors]
 
     def add(self, request_id: str, prompt, **kwargs) -> Request:
-        request = self._make_request(request_id, prompt, **kwargs)
+        request = self.make_request(request_id, prompt, **kwargs)
         self.requests[request_id] = request
         self.outputs[request_id] = []
         self.scheduler.add_request(request)
@@ -160,10 +176,10 @@ class Stack:
 
     def more(self, request_id: str, prompt, **kwargs) -> None:
         """The next part of the prompt of a resumable request."""
-        self.scheduler.add_request(self._make_request(request_id, prompt, resumable=True, **kwargs))
+        self.scheduler.add_request(self.make_request(request_id, prompt, resumable=True, **kwargs))
 
     @staticmethod
-    def _make_request(
+    def make_request(
         request_id: str,
         prompt,
         *,
@@ -210,7 +226,7 @@ class Stack:
     def begin_step(self) -> None:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self.in_flight.append((output, self._execute(output)))
+            self.in_flight.append((output, self.execute(output)))
 
     def end_step(self) -> None:
         output, result = self.in_flight.pop(0)
@@ -236,7 +252,7 @@ class Stack:
 
     def replace_reports(self, result: ModelRunnerOutput, message: ReportMessage | None) -> None:
         """Has a worker report this in place of what it has reported."""
-        messages = message and ReportMessages(of_schedulers={self.side._scheduler_id: message})
+        messages = message and ReportMessages(of_schedulers={self.side.scheduler_id: message})
         result.kv_connector_output.kv_connector_worker_meta = messages
 
     def check(self) -> None:
@@ -258,20 +274,16 @@ class Stack:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.num_blocks - 1
         assert not self.num_rows or pool.mamba_pool.get_num_free_blocks() == self.num_rows - 1
-        assert not self.side._active
-        assert not self.side._promised
-        self.side._load_timing.check_empty()
+        self.side.check_empty()
         list(self.side.take_events())
-        assert not self.side._event_sources, "blocks of requests that have ended"
+        assert not event_sources(self.side), "blocks of requests that have ended"
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0
             assert stats.staging_reserved_blocks == 0 or silent_worker
             assert not request_table(self.offload)
         for connector in self.connectors:
-            assert not connector.worker_side._unreported_loads
-            assert not connector.worker_side._reported_loads
-            assert not connector.worker_side._background_job_ids
+            assert not open_loads(connector.worker_side)
 
     def close(self) -> None:
         for connector in self.connectors:
@@ -279,7 +291,8 @@ class Stack:
 
     # The workers' step.
 
-    def _execute(self, output) -> ModelRunnerOutput:
+    def execute(self, output) -> ModelRunnerOutput:
+        """The workers' part of a step."""
         kv_outputs, ids = [], list(output.num_scheduled_tokens)
         with set_forward_context(None, self.config), contextlib.ExitStack() as connected:
             for connector, runner in zip(self.connectors, self.runners, strict=True):
@@ -288,7 +301,7 @@ class Stack:
                     kv_outputs.append(connected.enter_context(begun))
                 runner.update_tables(output)
             # Failed synchronous loads are known when the pass begins.
-            invalid = set().union(*(connector.worker_side._invalid_block_ids for connector in self.connectors))
+            invalid = set().union(*(invalid_block_ids(connector.worker_side) for connector in self.connectors))
             sampled = self.passes.run(output, invalid)
         self.passes.report(set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs)))
         results = [
@@ -328,11 +341,9 @@ class Stack:
 @contextlib.contextmanager
 def _agent(connector):
     """Makes this the worker connector of the process; vLLM has only one."""
-    before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, connector
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         yield
-    finally:
-        kv_transfer_state._KV_CONNECTOR_AGENT = before
 
 
 def reports_of(result: ModelRunnerOutput) -> ReportMessage | None:
@@ -388,6 +399,11 @@ def break_loads(stack: Stack, worker: int = 0) -> None:
     tier_group(stack.workers[worker]).copiers[Direction.LOAD].load = broken
 
 
+def writing_call(copier: Copier) -> str:
+    """The method with which a copier of loads writes the caches."""
+    return "resume_load" if isinstance(copier, StagedCopier) else "load"
+
+
 def take_caches(kv_caches) -> None:
     """Fails like a program that has consumed its donated caches."""
     for cache in kv_caches[:1]:
@@ -398,7 +414,7 @@ def take_caches(kv_caches) -> None:
 def lose_caches(stack: Stack, worker: int = 0, *, skip: int = 0) -> None:
     """Has a load destroy the caches, and only that one: the next, or a later one."""
     copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
-    name = "resume_load" if stack.side._config.load_path is CopyPath.STAGED else "load"
+    name = writing_call(copier)
     load, left = getattr(copier, name), [skip]
 
     def fail(*args):

@@ -18,7 +18,7 @@ from tests.adapters.llm_probes import (
 )
 from tests.adapters.llm_runs import EngineRun, main
 from tests.adapters.rank_runs import RankedSteps
-from tests.inside import tier_groups
+from tests.inside import open_loads, tier_groups
 
 
 class StageRun(EngineRun):
@@ -123,7 +123,7 @@ def _state_of_stage(wrapper: Any) -> dict[str, Any]:
         state["has_flights"] = side.worker.has_flights
         state["num_host_chunks"] = side.worker.num_host_chunks
         state["num_page_groups"] = len(tier_groups(side.worker))
-        state["num_unreported_loads"] = len(side._unreported_loads)
+        state["num_open_loads"] = len(open_loads(side))
     return state
 
 

@@ -6,7 +6,7 @@ from vllm.v1.request import RequestStatus
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt
 from tests.adapters.test_partial_loads import computed
-from tests.inside import tier_group
+from tests.inside import load_timing, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -23,7 +23,7 @@ def make(*prompts: list[int], **kwargs) -> Stack:
     bound = {"max_load_gb_per_step": (MAX_BLOCKS + 0.5) * BLOCK_NBYTES / 2**30}
     settings = {"num_blocks": 60, "num_cpu_chunks": 64, "max_num_batched_tokens": 200, "sync_load": None}
     stack = make_stack(**{**settings, **bound, **kwargs})
-    assert stack.side._load_timing.max_blocks == MAX_BLOCKS
+    assert load_timing(stack.side).max_blocks == MAX_BLOCKS
     for i, tokens in enumerate(prompts):
         stack.serve(f"saved{i}", tokens)
         stack.scheduler.reset_prefix_cache()

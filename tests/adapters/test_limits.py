@@ -120,7 +120,7 @@ def test_limits_survive_a_preemption_and_end_with_the_request():
     assert request.num_preemptions == 1
     stack.drain()
     assert stack.offload.stats().saved_blocks == saved
-    assert stack.side._limits == {}
+    stack.side.check_empty()
     assert request_table(stack.offload)._limits == {}
     assert serve(stack, "a", prompt(40, seed=3)) == 0
     assert stack.offload.stats().saved_blocks == saved + 5

@@ -94,7 +94,7 @@ def test_a_stage_is_named_by_its_layers(monkeypatch):
         parallel = SimpleNamespace(pipeline_parallel_size=partition.count(",") + 1)
         config = SimpleNamespace(model_config=model, parallel_config=parallel)
         return [
-            cache_layout._stage_layers(SimpleNamespace(vllm_config=config, rank=rank))
+            cache_layout.stage_layers(SimpleNamespace(vllm_config=config, rank=rank))
             for rank in range(parallel.pipeline_parallel_size)
         ]
 

@@ -8,7 +8,6 @@ from tests.adapters.scheduler_stack import SMALL, Stack, prompt
 from tests.compiled import interpreted_only
 from tests.inside import tier_context
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
-from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
 
 pytestmark = [pytest.mark.vllm, interpreted_only]
 
@@ -36,7 +35,7 @@ class Device:
         self.measured: list[tuple[int, float, float]] = []
         self.steps: list[list[tuple[int, int]]] = []
         self.free_s = 0.0
-        execute, update = stack._execute, stack.scheduler.update_from_output
+        execute, update = stack.execute, stack.scheduler.update_from_output
         stack.offload.swap.observe_prefill = lambda *args: self.measured.append(args)
 
         def run(output):
@@ -57,14 +56,12 @@ class Device:
             clock.now_s = max(clock.now_s, self.ends.pop(0))
             return update(output, result)
 
-        stack._execute, stack.scheduler.update_from_output = run, end
+        stack.execute, stack.scheduler.update_from_output = run, end
 
 
-def make(monkeypatch, *, warm=True, **settings):
+def make(*, warm=True, **settings):
     clock = Clock()
-    init = SchedulerSide.__init__
-    monkeypatch.setattr(SchedulerSide, "__init__", lambda *args, **kwargs: init(*args, **{"clock": clock, **kwargs}))
-    stack = Stack(**{"num_blocks": 40, **SMALL, "load_mode": "auto", **settings})
+    stack = Stack(**{"num_blocks": 40, **SMALL, "load_mode": "auto", **settings}, clock=clock)
     if warm:
         stack.serve("first", prompt(4, seed=1))  # with it the layout comes
     return stack, clock
@@ -75,9 +72,9 @@ def seconds_of(first, end):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_prompts_are_measured(monkeypatch, async_scheduling):
+def test_prompts_are_measured(async_scheduling):
     """Also in steps that are dispatched while the one before is still running."""
-    stack, clock = make(monkeypatch, async_scheduling=async_scheduling)
+    stack, clock = make(async_scheduling=async_scheduling)
     device = Device(stack, clock)
     stack.add("a", prompt(60, seed=2), max_tokens=2)
     stack.meanwhile = lambda: None
@@ -96,8 +93,8 @@ def test_prompts_are_measured(monkeypatch, async_scheduling):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_time_without_steps_does_not_count(monkeypatch, async_scheduling):
-    stack, clock = make(monkeypatch, async_scheduling=async_scheduling)
+def test_time_without_steps_does_not_count(async_scheduling):
+    stack, clock = make(async_scheduling=async_scheduling)
     device = Device(stack, clock)
     for i in range(3):
         clock.now_s += 1000.0
@@ -106,8 +103,8 @@ def test_time_without_steps_does_not_count(monkeypatch, async_scheduling):
     stack.close()
 
 
-def test_decodes_are_not_measured(monkeypatch):
-    stack, clock = make(monkeypatch)
+def test_decodes_are_not_measured():
+    stack, clock = make()
     device = Device(stack, clock)
     stack.serve("a", prompt(9, seed=2), max_tokens=20)
     assert len(device.steps) >= 20
@@ -115,8 +112,8 @@ def test_decodes_are_not_measured(monkeypatch):
     stack.close()
 
 
-def test_steps_with_loads_are_not_measured(monkeypatch):
-    stack, clock = make(monkeypatch, num_blocks=16, sync_load=True)
+def test_steps_with_loads_are_not_measured():
+    stack, clock = make(num_blocks=16, sync_load=True)
     tokens = prompt(40, seed=3)
     stack.serve("a", tokens)
     for i in range(3):  # takes its blocks in HBM
@@ -132,35 +129,36 @@ def test_steps_with_loads_are_not_measured(monkeypatch):
     stack.close()
 
 
-def test_it_costs_nothing_where_nothing_is_compared(monkeypatch):
+def test_it_costs_nothing_where_nothing_is_compared():
     for settings in ({"load_mode": "load"}, {"load_mode": "recompute"}):
-        stack, clock = make(monkeypatch, **settings)
+        stack, clock = make(**settings)
         device = Device(stack, clock)
-        assert stack.side._prefill_times is None
         stack.serve("a", prompt(40, seed=2))
         assert not device.measured
         stack.close()
 
 
-def test_stages_are_not_measured(monkeypatch):
-    stack, _ = make(monkeypatch, num_stages=2)
-    assert stack.side._prefill_times is None
+def test_stages_are_not_measured():
+    stack, clock = make(num_stages=2)
+    device = Device(stack, clock)
+    stack.serve("a", prompt(40, seed=2))
+    assert not device.measured
     stack.close()
 
 
-def test_several_workers_report_a_step_once(monkeypatch):
-    stack, clock = make(monkeypatch, num_workers=2)
+def test_several_workers_report_a_step_once():
+    stack, clock = make(num_workers=2)
     device = Device(stack, clock)
     stack.serve("a", prompt(12, seed=2), max_tokens=1)
     assert [num_tokens for num_tokens, *_ in device.measured] == [12]
     stack.close()
 
 
-def test_a_stall_hardly_counts(monkeypatch):
+def test_a_stall_hardly_counts():
     """Such as the compilation of a shape that was not used before."""
     estimates: list[Any] = []
     for stall_s in (lambda step: 0.0, lambda step: 30.0 * (step % 7 == 3)):
-        stack, clock = make(monkeypatch)
+        stack, clock = make()
         device = Device(stack, clock, stall_s=stall_s)
         del stack.offload.swap.observe_prefill
         for i in range(12):
@@ -173,9 +171,9 @@ def test_a_stall_hardly_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("load_mode", ["auto", "load"])
-def test_slow_loads_are_not_made(monkeypatch, load_mode):
+def test_slow_loads_are_not_made(load_mode):
     """The measured prefill is what they are compared with."""
-    stack, clock = make(monkeypatch, num_blocks=16, load_mode=load_mode)
+    stack, clock = make(num_blocks=16, load_mode=load_mode)
     device, tokens = Device(stack, clock), prompt(40, seed=3)
     del stack.offload.swap.observe_prefill
     stack.serve("a", tokens)

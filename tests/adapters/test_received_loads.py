@@ -7,7 +7,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.random_runs import BLOCK_NBYTES
-from tests.adapters.scheduler_stack import GB, broken, make_stack, prompt, save_prompt
+from tests.adapters.scheduler_stack import GB, broken, make_stack, prompt, save_prompt, writing_call
 from tests.inside import tier_groups
 from tpu_offload.types import Direction
 
@@ -31,7 +31,7 @@ def load_in_pause(stack, *, failing=False):
     stack.step()
     for group in tier_groups(stack.workers[0]) if failing else ():
         copier = group.copiers[Direction.LOAD]
-        setattr(copier, "resume_load" if hasattr(copier, "resume_load") else "load", broken)
+        setattr(copier, writing_call(copier), broken)
     loaded = stack.add("b", tokens)
     stack.begin_step()
     assert (running.status, loaded.status) == (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -58,7 +58,6 @@ def test_a_pause_that_keeps_requests_can_clear_the_cache(setup, failing):
     stack.check_end()
     assert len(stack.outputs["b"]) == loaded.max_tokens
     assert stack.offload.stats().matched_tokens == matched, "KV of before the reset"
-    assert "b" not in stack.side._received._request_ids
     stack.close()
 
 

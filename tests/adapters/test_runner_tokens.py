@@ -14,8 +14,14 @@ pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7]
 
 
-def make_runner(*, not_scheduled=("b",), modify=TPUModelRunner._modify_prev_results, **results):
-    """Two requests that sampled 41 and 42 in the last step, with placeholders 0 for them. Blocks of two tokens."""
+def make_runner(*, not_scheduled=("b",), modify=None, **results):
+    """Two requests that sampled 41 and 42 in the last step, with placeholders 0 for them. Blocks of two tokens.
+
+    Args:
+      not_scheduled: requests that are not in the next step.
+      modify: in place of tpu-inference's own method that writes the tokens of the last step.
+      results: fields of the results of the last step in place of others.
+    """
     states = {
         name: SimpleNamespace(
             req_id=name, prompt_token_ids=PROMPT, output_token_ids=[31, 0], num_tokens=5, block_ids=([1, 2, 3],)
@@ -55,9 +61,25 @@ def make_runner(*, not_scheduled=("b",), modify=TPUModelRunner._modify_prev_resu
         ),
     )
     # Methods of classes, as in the real runner, so that wrappers on the instances can be removed.
-    cls = type("StandIn", (SimpleNamespace,), {"_modify_prev_results": modify})
+    methods = {"_modify_prev_results": modify or TPUModelRunner._modify_prev_results}
+    cls = type("StandIn", (SimpleNamespace,), methods)
     batches = type("Batches", (SimpleNamespace,), {"update_states": lambda self, output, positions: positions})
     return cls(**vars(runner), persistent_batch_manager=batches())
+
+
+def take_results(runner):
+    """Writes the tokens that were sampled in the last step, as a runner does before it samples those of the next."""
+    runner._modify_prev_results()
+
+
+def last_results(runner):
+    """The results of the last step."""
+    return runner._pre_async_results
+
+
+def drop_results(runner):
+    """There was no step before."""
+    runner._pre_async_results = None
 
 
 def schedule(runner, *request_ids, finished=()):
@@ -77,7 +99,7 @@ def outputs(runner):
 def test_tpu_inference_loses_the_token():
     """If this fails there is nothing to restore any more: see docs/upstream."""
     runner = make_runner()
-    runner._modify_prev_results()
+    take_results(runner)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 0]}
 
 
@@ -90,7 +112,7 @@ def test_the_token_is_restored(caplog, not_scheduled):
     runner = make_runner(not_scheduled=not_scheduled)
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
+        take_results(runner)
         assert not caplog.records
         schedule(runner, *not_scheduled)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
@@ -108,7 +130,7 @@ def test_a_runner_without_the_defect_is_not_touched(caplog):
     runner = make_runner(modify=modify)
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
+        take_results(runner)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
     assert not tokens.tainted
     assert not caplog.records
@@ -123,7 +145,7 @@ def test_a_request_whose_token_is_not_restored_is_tainted(caplog, restore, resul
     runner = make_runner(**results)
     tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
+        take_results(runner)
         schedule(runner, "a")
         assert not tokens.tainted
         schedule(runner, "a", "b")
@@ -144,7 +166,7 @@ def test_nothing_is_logged_for_a_request_that_needs_no_token(caplog, restore, wh
     runner = make_runner()
     tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
+        take_results(runner)
         if not ended:
             runner.requests["b"].num_tokens = 4
         schedule(runner, "a", "b", finished=["b"] if ended else [])
@@ -156,7 +178,7 @@ def test_a_request_is_tainted_at_once_if_steps_cannot_be_observed():
     runner = make_runner()
     del runner.persistent_batch_manager
     tokens = RunnerTokens(runner, restore=False, block_size=2)
-    runner._modify_prev_results()
+    take_results(runner)
     assert tokens.tainted == {"b"}
 
 
@@ -192,7 +214,7 @@ def test_a_resumed_request_continues_with_the_tokens_that_vllm_has(caplog, resto
     tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         assert runner.persistent_batch_manager.update_states(output, 7) == 7
-        runner._modify_prev_results()
+        take_results(runner)
     if restore:
         fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
         assert outputs(runner)["b"] == [31, 42][: num_tokens - 3] == fed[3:num_tokens].tolist()
@@ -202,13 +224,13 @@ def test_a_resumed_request_continues_with_the_tokens_that_vllm_has(caplog, resto
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
 
-@pytest.mark.parametrize("gone", ["_pre_async_results", "results", "all_token_ids"])
+@pytest.mark.parametrize("gone", ["field", "results", "all_token_ids"])
 def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     runner = make_runner(not_scheduled=())
     output = resume(runner, "b", 4)
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
-        runner._pre_async_results = None
+        drop_results(runner)
     elif gone == "all_token_ids":
         output.scheduled_cached_reqs.all_token_ids = {}
     else:
@@ -218,21 +240,21 @@ def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
 
 
 @pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])
-def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
+def test_another_tpu_inference_does_not_end_the_engine(caplog, monkeypatch, gone):
     called = []
     runner = make_runner(modify=lambda runner: called.append(runner))
+    if gone == "extract":
+        monkeypatch.delattr("tpu_inference.runner.utils.host_extract_sampled_tokens")
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
-        runner._pre_async_results = None
+        drop_results(runner)
     elif gone == "next_tokens":
-        del runner._pre_async_results.next_tokens
+        del last_results(runner).next_tokens
     elif gone == "requests":
         del runner.requests
-    else:
-        tokens._extract = None
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
-        runner._modify_prev_results()
+        take_results(runner)
+        take_results(runner)
         schedule(runner, "b")
     assert called == [runner, runner]
     (record,) = caplog.records
@@ -245,7 +267,7 @@ def test_requests_that_sampled_nothing_or_have_ended_are_skipped():
     runner = make_runner(not_scheduled=("a", "b"), discard_sampled_tokens_req_indices=[0])
     runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another request with the same id
     tokens = RunnerTokens(runner, restore=False, block_size=2)
-    runner._modify_prev_results()
+    take_results(runner)
     assert outputs(runner) == {"a": [31, 0], "b": []}
     assert not tokens.tainted
 

@@ -17,7 +17,7 @@ from tests.adapters.scheduler_stack import (
     prompt,
     save_prompt,
 )
-from tests.inside import last_report, load_planner, request_table, tier_group
+from tests.inside import last_report, promised_requests, request_table, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
@@ -175,9 +175,8 @@ def test_tenants_share_no_blocks(kind):
         if kind == "lora" and which:
             # The request was hashed when it was created: hash it again, with the adapter.
             request.lora_request = LoRARequest(which, 1, "somewhere")
-            request._block_hashes = []
-            request.block_hashes.clear() if isinstance(request.block_hashes, list) else None
-            request.update_block_hashes() if hasattr(request, "update_block_hashes") else None
+            request.block_hashes.clear()
+            request.update_block_hashes()
         stack.drain()
         stack.scheduler.reset_prefix_cache()
         return stack.offload.stats().matched_tokens
@@ -228,9 +227,8 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_the_wait_for_a_save_ends(wait_s):
-    stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
-    load_planner(stack.offload)._clock = lambda: now[0]
+    stack = make_stack(prefix_caching=False, save_wait_s=wait_s, clock=lambda: now[0])
     held = hold_saves(stack)
     tokens = prompt(40)
     request = stack.add("a", tokens, max_tokens=2)
@@ -274,7 +272,7 @@ def test_a_match_without_admission_is_released_in_the_same_pass():
     request = stack.add("b", tokens)  # five blocks, three are free
     stack.step()
     assert request.status is RequestStatus.WAITING
-    assert stack.side._promised == set()
+    assert not promised_requests(stack.side)
     assert all(tracked.promise is None for tracked in request_table(stack.offload).all())
     stack.abort("b")  # matched but never scheduled
     stack.drain()

@@ -16,7 +16,7 @@ from tests.adapters.scheduler_stack import (
     reports_of,
     save_prompt,
 )
-from tests.inside import chunk_index, slot_of_chunk, tier_group
+from tests.inside import chunk_index, hold_loads, slot_of_chunk, tier_group
 from tpu_offload import StepReport
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -56,11 +56,14 @@ def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_schedulin
     tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
     copier: Any = tier_group(worker).copiers[Direction.LOAD]
-    load = copier._load
-    copier._load = lambda *args: (
-        load(*args)[0],
-        jnp.int32(0),
-    )  # its token reports that nothing was copied
+    load = copier.load
+
+    def copy_nothing(*args):
+        flight, caches = load(*args)
+        flight.waiting_on = jnp.int32(0)  # its token reports that nothing was copied
+        return flight, caches
+
+    copier.load = copy_nothing
     held, poll = [True], worker.poll
     worker.poll = lambda *, wait=False: (
         StepReport(worker_id=0, results=(), num_host_slots=(worker.num_host_chunks,)) if held else poll(wait=wait)
@@ -95,11 +98,10 @@ def test_a_chunk_that_keeps_failing_is_not_retried_forever():
 
 
 def test_a_load_that_times_out_is_recomputed():
-    stack = make_stack(job_timeout_s=1.0, load_path="staged")
+    now = [0.0]
+    stack = make_stack(job_timeout_s=1.0, load_path="staged", clock=lambda: now[0])
     tokens = save_prompt(stack, "a")
-    now = [stack.offload._clock()]
-    stack.offload._clock = lambda: now[0]
-    tier_group(stack.workers[0])._resume_load = lambda flight, kv_caches: None  # it never arrives
+    release = hold_loads(tier_group(stack.workers[0]))
     stack.add("other", prompt(8, seed=4), max_tokens=12)
     request = stack.add("b", tokens)
     stack.step()
@@ -109,7 +111,7 @@ def test_a_load_that_times_out_is_recomputed():
     stack.step()
     stack.step()
     assert request.status is RequestStatus.RUNNING
-    del tier_group(stack.workers[0])._resume_load
+    release()
     stack.drain()
     stats = stack.offload.stats()
     assert (stats.num_timed_out_jobs, stats.loaded_blocks) == (1, 0)
@@ -176,9 +178,8 @@ def test_three_workers_that_report_in_any_order(order):
 
 
 def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
-    stack = make_stack(num_workers=2, job_timeout_s=5.0, save_wait_s=0.0)
-    now = [stack.offload._clock()]
-    stack.offload._clock = lambda: now[0]
+    now = [0.0]
+    stack = make_stack(num_workers=2, job_timeout_s=5.0, save_wait_s=0.0, clock=lambda: now[0])
 
     def mute(results):
         stack.replace_reports(results[1], None)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt, reports_of
-from tests.inside import tier_group
+from tests.inside import hold_loads, tier_group
 from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -20,8 +20,8 @@ TIMEOUT_S = 5.0
 
 def make(**kwargs) -> Stack:
     """An engine whose steps take a second each."""
-    stack = Stack(**{"num_blocks": 24, **SMALL, "job_timeout_s": TIMEOUT_S, **kwargs})
-    stack.side._clock = lambda: float(stack.num_steps)
+    settings = {"num_blocks": 24, **SMALL, "job_timeout_s": TIMEOUT_S, **kwargs}
+    stack = Stack(**settings, clock=lambda: float(stack.num_steps))
     stack.serve("warm", prompt(8, seed=99))
     return stack
 
@@ -107,7 +107,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     stack.serve("a", prompt(40))
     stack.scheduler.reset_prefix_cache()
     stuck = stack.workers[1]
-    tier_group(stuck)._resume_load = lambda flight, kv_caches: None
+    release = hold_loads(tier_group(stuck))
     stack.add("other", prompt(16, seed=4), max_tokens=20)
     request = stack.add("b", prompt(41))
     for _ in range(int(TIMEOUT_S)):
@@ -117,7 +117,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     for _ in range(4):
         stack.step()
     assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-    del tier_group(stuck)._resume_load
+    release()
     stack.drain(max_steps=60)
     assert stack.offload.stats().num_timed_out_jobs == 1
     assert len(stack.outputs["b"]) == 3

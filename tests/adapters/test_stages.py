@@ -58,7 +58,7 @@ def assert_stages_are_idle(outcome, *, num_layers=(2, 1)):
     """No copy is in flight, and no stage waits for activations that were not sent."""
     first, second = outcome["end"]["stages"]
     assert (first["num_layers"], second["num_layers"]) == num_layers
-    assert first["num_unreported_loads"] == second["num_unreported_loads"] == 0
+    assert first["num_open_loads"] == second["num_open_loads"] == 0
     assert second["num_asked"] == first["num_sent"] > 0
     assert outcome["end"]["num_queued_steps"] == 0
 

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
 from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
-from tests.inside import load_planner, lookup_planner, storage_planner, worker_storage_tier
+from tests.inside import worker_storage_tier
 from tests.storage.memory_tier import FAULTY, SHARED, SharedTier
 from tpu_offload.adapters.vllm import scheduler_side
 
@@ -148,13 +148,11 @@ def test_what_another_engine_stores_later_is_loaded(servers, async_scheduling):
 
 def test_requests_wait_no_longer_than_they_may(servers):
     """The lookup hangs: steps go on, and after the wait the request is computed."""
-    stack = make_shared()
+    now_s = [100.0]
+    stack = make_shared(clock=lambda: now_s[0])
     stack.serve("early", prompt(12, seed=99))
     (tier,) = tiers(stack)
     tier.gates["find"] = gate = threading.Event()
-    now_s = [100.0]
-    lookups = lookup_planner(storage_planner(stack.offload))
-    lookups._clock = stack.offload._clock = load_planner(stack.offload)._clock = lambda: now_s[0]
     request = stack.add("a", prompt(40, seed=20))
     for _ in range(5):
         stack.step()
@@ -172,11 +170,12 @@ def test_requests_wait_no_longer_than_they_may(servers):
 
 def test_after_a_long_time_without_requests_a_reset_empties_the_storage():
     storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
-    stack = make_stack(**storage, num_blocks=24)
+    now_s = [1000.0]
+    stack = make_stack(**storage, num_blocks=24, clock=lambda: now_s[0])
     stack.serve("a", prompt(80, seed=20))
     stack.drain()
     assert stack.offload.stats().num_stored_chunks >= 10
-    stack.side._silent_since_s = 0.0  # as if idle for long
+    now_s[0] += 1e6  # it is idle
     stack.side.reset()
     assert stack.side.needs_steps
     stack.drain()
@@ -187,16 +186,16 @@ def test_after_a_long_time_without_requests_a_reset_empties_the_storage():
 
 def test_a_step_that_takes_long_is_not_silence():
     """What it has saved is written after it, as after any other step."""
-    stack = make_stack(storage_tier=FAULTY, storage_options="x", num_storage_chunks=64, num_blocks=24)
+    now_s = [1000.0]
+    storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
+    stack = make_stack(**storage, num_blocks=24, clock=lambda: now_s[0])
     tier: Any = worker_storage_tier(stack.workers[0])
     tier.gates["write"] = gate = threading.Event()
-    now_s = [1000.0]
-    stack.side._clock = lambda: now_s[0]
     stack.add("a", prompt(80, seed=20))
     while stack.scheduler.requests:
         assert stack.side.needs_steps == stack.side.has_jobs
         stack.step()
-        now_s[0] += scheduler_side._MAX_SILENT_S
+        now_s[0] += scheduler_side.MAX_SILENT_S
     assert stack.side.has_jobs
     assert stack.side.needs_steps
     gate.set()
@@ -208,7 +207,7 @@ def test_a_step_that_takes_long_is_not_silence():
 
 def test_an_engine_does_not_go_on_with_steps_for_a_disk_that_hangs(monkeypatch):
     """A pause, which waits until there is nothing to do, would take several job timeouts."""
-    monkeypatch.setattr(scheduler_side, "_MAX_SILENT_S", 0.2)
+    monkeypatch.setattr(scheduler_side, "MAX_SILENT_S", 0.2)
     storage = {"storage_tier": FAULTY, "storage_options": "x", "num_storage_chunks": 64}
     stack = make_stack(**storage, num_blocks=24)
     tier: Any = worker_storage_tier(stack.workers[0])

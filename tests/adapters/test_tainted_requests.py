@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, make_stack, prompt, save_prompt
+from tests.inside import tainted_requests
 from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 
 pytestmark = pytest.mark.vllm
@@ -55,9 +56,8 @@ def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     stack.add("b", prompt(NUM_PROMPT, seed=6), max_tokens=3 * BLOCK_SIZE)
     stack.drain()
-    assert not stack.side._tainted.request_ids
     a = list(stack.sequence("a").tokens[: NUM_TOKENS - 1])
-    before = stack.scheduler.kv_cache_manager.get_computed_blocks(stack._make_request("x", [*a, 1]))[1]
+    before = stack.scheduler.kv_cache_manager.get_computed_blocks(stack.make_request("x", [*a, 1]))[1]
     assert before == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE, "in HBM"
     assert num_found(stack, "a") == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE
     assert num_found(stack, "b") == (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -135,16 +135,10 @@ def test_a_tainted_request_still_gets_the_load_that_it_waits_for(async_schedulin
     stack.serve("first", tokens, max_tokens=3)
     stack.scheduler.reset_prefix_cache()
     stack.add("again", tokens, max_tokens=3)
-    propagate = stack.side._tainted.propagate
-
-    def propagate_to_all(requests, admitted):
-        stack.side._tainted._tainted_block_ids.update(range(stack.num_blocks))
-        return propagate(requests, admitted)
-
-    stack.side._tainted._tainted_block_ids.add(1)
-    stack.side._tainted.propagate = propagate_to_all
+    tainted = tainted_requests(stack.side)
+    tainted.add("first", range(stack.num_blocks), None)
     stack.step()
-    assert "again" in stack.side._tainted
+    assert "again" in tainted
     stack.drain()
     stack.check_end()
 

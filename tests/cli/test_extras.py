@@ -95,5 +95,5 @@ def test_the_extras_are_those_of_the_package():
     setup.read(SETUP)
     for extra in ("cli", "engine", "html"):
         lines = setup["options.extras_require"][extra].split()
-        known = [package for package, its_extra in command._EXTRAS.items() if its_extra == extra]
+        known = [package for package, its_extra in command.EXTRAS.items() if its_extra == extra]
         assert [line.partition(">=")[0] for line in lines] == known

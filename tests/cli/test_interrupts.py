@@ -223,7 +223,7 @@ def test_no_interrupt_while_processes_are_started():
     seen = []
 
     def start_processes():
-        with experiment._deferred_interrupts():
+        with experiment.deferred_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
             for _ in range(200):  # Python checks for signals between instructions
                 time.sleep(0.001)

@@ -269,14 +269,17 @@ def test_help_names_the_subcommands(capsys):
 
 
 def test_an_interrupted_verification_reports_what_it_has_read(kv, tier, monkeypatch, capsys):
-    real = Verification._count
+    real = Verification.run
 
-    def count(self, *args):
-        real(self, *args)
-        if self.counts.total() == 2:
-            signal.raise_signal(signal.SIGINT)
+    def run(self, records, *, on_record, **options):
+        def interrupt():
+            on_record()
+            if self.counts.total() == 2:
+                signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Verification, "_count", count)
+        real(self, records, on_record=interrupt, **options)
+
+    monkeypatch.setattr(Verification, "run", run)
     out, report = tier("verify", kv, status=130)
     assert (report["interrupted"], report["num_checked"]) == (True, 2)
     assert "Checked 2 records" in out

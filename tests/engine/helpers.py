@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, RequestOutput, SamplingParams
+from tpu_offload.engine.block_manager import BlockManager
+from tpu_offload.types import BlockHash
 
 TINY = ModelConfig(vocab_size=96, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
 # Three layer groups, of full attention and of two windows, that share one array.
@@ -20,6 +22,12 @@ STATEFUL = dataclasses.replace(
     state_head_dim=8,
 )
 SMALL_ENGINE = EngineConfig(block_size=4, num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32)
+
+
+def cached_hashes(manager: BlockManager, group_id: int = 0) -> set[BlockHash]:
+    """What is in the prefix cache of a layer group."""
+    keys = map(manager.key_of, range(1, manager.num_blocks + 1))
+    return {key[1] for key in keys if key is not None and key[0] == group_id}
 
 
 def random_tokens(seed: int, num_tokens: int, *, vocab_size: int = TINY.vocab_size) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, make_request, random_tokens
+from tests.engine.helpers import SMALL_ENGINE, cached_hashes, make_request, random_tokens
 from tests.engine.test_scheduler import add, make_scheduler, step, step_until
 from tests.inside import active_sequences, block_manager, kv_blocks, preempt_sequence, state_rows
 from tpu_offload import BlockHash
@@ -118,8 +118,8 @@ def test_of_a_window_only_what_a_hit_can_use_is_cached():
     scheduler = hybrid(10)
     serve_alone(scheduler, "first", TOKENS[:30], max_tokens=26)
     manager = block_manager(kv_blocks(scheduler))
-    assert len(manager._block_of[1]) == 3 + 3
-    assert len(manager._block_of[0]) == 55 // 4
+    assert len(cached_hashes(manager, 1)) == 3 + 3
+    assert len(cached_hashes(manager, 0)) == 55 // 4
     assert serve_alone(scheduler, "short", [*TOKENS[:24], 7, 7]).prompt_tokens.hbm == 0
 
 
@@ -143,7 +143,8 @@ def test_evicting_one_block_of_a_window_shortens_the_hit():
     manager = block_manager(blocks)
     block_id = manager.get(2, hashes[5])
     assert block_id is not None
-    del manager._block_of[2][hashes[5]], manager._key_of[block_id]
+    manager.share([other for other in range(1, manager.num_blocks + 1) if other != block_id])
+    assert manager.allocate(1) == [block_id], "the only one that is free"
     assert blocks.find_prefix(hashes) == [{}, {}, {}]
 
 
@@ -331,7 +332,7 @@ class RandomLife:
         states, manager = state_rows(blocks), block_manager(blocks)
         for group_id, window in enumerate(self.windows):
             if window:
-                cached = {(group_id, block_hash) for block_hash in manager._block_of[group_id]}
+                cached = {(group_id, block_hash) for block_hash in cached_hashes(manager, group_id)}
                 assert cached <= self.reachable, "no hit needs what is cached of a window"
         hashes: list[BlockHash] = []
         BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, list(self.rng.choice(self.texts)))

@@ -229,22 +229,24 @@ def test_a_cache_salt_that_is_not_text_is_rejected():
     assert not engine.has_unfinished
 
 
-def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
+def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs, caplog):
     """A save fails and destroys its segment: only its chunks are lost."""
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier: Any = tier_group(one_worker(engine)).copiers[Direction.SAVE]
-    real = copier._save
+    group = tier_group(one_worker(engine))
+    copier: Any = group.copiers[Direction.SAVE]
 
-    def fails_once(segment, *args):
-        copier._save = real
-        segment.delete()
+    def fails_once(segment_id, *args):
+        del copier.save
+        for stripe in group.memory.arena.segment(segment_id):
+            stripe.delete()
         raise RuntimeError("halted")
 
-    copier._save = fails_once
+    copier.save = fails_once
     serve(engine, [make_request("new", random_tokens(99, 20))])
     assert engine.offload_stats().num_failed_jobs >= 1
+    assert "is lost" in caplog.text
     outputs |= serve(engine, second)
     last = serve(engine, third)
     assert tokens_of(outputs | last) == tokens_of(plain_outputs)

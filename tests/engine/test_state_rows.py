@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.engine.helpers import make_request, random_tokens
+from tests.engine.helpers import cached_hashes, make_request, random_tokens
 from tests.engine.test_kv_blocks import TOKENS, hybrid, serve_alone
 from tests.engine.test_scheduler import add, step, step_until
-from tests.inside import kv_blocks, preempt_sequence, state_rows
+from tests.inside import kv_blocks, preempt_sequence, row_manager, state_rows
 from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.sequence import Phase, Sequence
@@ -126,7 +126,7 @@ def test_what_was_computed_before_a_reset_is_not_cached():
     scheduler.invalidate_prefixes()
     step_until(scheduler, lambda: len(sequence.tokens) == 30)
     scheduler.finish("a")
-    assert states_of(scheduler)._manager._key_of == {}
+    assert not cached_hashes(row_manager(states_of(scheduler)))
     assert serve_alone(scheduler, "b", sequence.tokens).prompt_tokens.hbm == 0
 
 
@@ -143,7 +143,7 @@ def test_the_invariants_can_fail(harm):
     scheduler = hybrid(has_states=True, max_num_batched_tokens=8)
     first, second = add(scheduler, "a", 10, max_tokens=30), add(scheduler, "b", 10, max_tokens=30)
     step_until(scheduler, lambda: first.num_computed_tokens == 19)
-    manager, position = states_of(scheduler)._manager, max(first.states)
+    manager, position = row_manager(states_of(scheduler)), max(first.states)
     assert max(second.states) == position
     if harm == "owned twice":
         second.states[position - 1] = first.states[position]

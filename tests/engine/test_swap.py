@@ -368,8 +368,8 @@ def test_the_choice_is_made_from_measured_rates():
         engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="auto"))
         engine.wait_for_host_memory()
         swap = offload_scheduler(engine).swap
-        for direction in swap._costs._copies:
-            swap._costs._copies[direction].add(1e6, 1.0)
+        for copies in swap._costs._copies.values():
+            copies.add(1e6, 1.0)
         swap.observe_prefill(1000, 1000 * seconds)
         swap.observe_prefill = lambda *args: None
         serve(engine, some_requests(3))

@@ -70,18 +70,19 @@ class Faults:
         self.groups = swap_groups(one_worker(engine))
         for group in self.groups:
             copier: Any = group.copiers[Direction.SAVE]
-            copier._save = self.failing(copier._save, rng, rate)
+            copier.save = self.failing(copier.save, group.memory.arena, rng, rate)
 
-    def failing(self, save, rng, rate):
-        def program(segment, *args):
+    def failing(self, save, arena, rng, rate):
+        def copy(segment_id, *args):
+            segment = arena.segment(segment_id)
             if rng.random() < rate:
                 if rng.random() < 0.5:
                     for part in segment:
                         part.delete()
                 raise RuntimeError("injected")
-            return save(segment, *args)
+            return save(segment_id, *args)
 
-        return program
+        return copy
 
 
 def run_random(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0, num_rounds=1, **settings):

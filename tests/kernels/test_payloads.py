@@ -173,7 +173,7 @@ class Clock:
     """Each path is timed by pairs of calls; the first path's take `seconds[0]`, the second's `seconds[1]`."""
 
     def __init__(self, *seconds):
-        steps = [step for s in seconds for step in [1.0, s] * payload_choice._NUM_TIMED]
+        steps = [step for s in seconds for step in [1.0, s] * payload_choice.NUM_TIMED]
         self._times = itertools.accumulate(steps)
 
     def __call__(self):
@@ -201,11 +201,11 @@ def copiers(wanted, monkeypatch, *, ranking=None, precompile=True, broken=()):
         monkeypatch.setattr(
             payload_choice, "rank_slot_paths", lambda paths, *_, **__: {p: 0.25 for p in ranking if p in paths}
         )
-    monkeypatch.setattr(SlotCopier, "compile", lambda self: refuse(self._path) if self._path in broken else None)
+    monkeypatch.setattr(SlotCopier, "compile", lambda self: refuse(self.path) if self.path in broken else None)
     ((made,),) = make_slot_copiers(
         StorageCopyPath(wanted), [[(spec, Store(), 1)]], allocate=pinned_zeros, precompile=precompile
     )
-    return made._path
+    return made.path
 
 
 def refuse(path):

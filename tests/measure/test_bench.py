@@ -108,14 +108,14 @@ def test_the_bus_limit_copies_in_place_both_ways():
 
 def test_memcpy_walks():
     memcpy = Memcpy(nbytes=10, job_nbytes=3)
-    memcpy._source[:] = range(10)
+    memcpy.source[:] = range(10)
     for _ in range(2):
         memcpy.dispatch(SAVE, [], [0])
-    np.testing.assert_array_equal(memcpy._target, [0, 1, 2, 3, 4, 5, 1, 1, 1, 1])
-    memcpy._source[:] += 10
+    np.testing.assert_array_equal(memcpy.target, [0, 1, 2, 3, 4, 5, 1, 1, 1, 1])
+    memcpy.source[:] += 10
     for _ in range(2):
         memcpy.dispatch(SAVE, [], [0])
-    np.testing.assert_array_equal(memcpy._target, [10, 11, 12, 3, 4, 5, 16, 17, 18, 1])
+    np.testing.assert_array_equal(memcpy.target, [10, 11, 12, 3, 4, 5, 16, 17, 18, 1])
 
 
 def test_a_step_reads_and_writes_the_caches():

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
-from tests.inside import engine_scheduler, kv_blocks, offloading, one_worker, tier_group
+from tests.inside import engine_scheduler, kv_blocks, offload_scheduler, offloading, one_worker, tier_group
 from tpu_offload import FinishedTransfer, OffloadConfig, OffloadScheduler, StatsCollector, StepReport, Update
 from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.metrics import LOAD_DURATION, METRICS, PREFIX, SAVE_DURATION, SWAP_FIELDS, VLLM_PREFIX, HistogramSpec
@@ -159,7 +159,7 @@ class LiveEngine:
 
     def _tap_transfers(self) -> None:
         offload: Any = offloading(self.engine)
-        offload._scheduler = _Tapped(offload._scheduler, self.series)
+        offload._scheduler = _Tapped(offload_scheduler(self.engine), self.series)
 
     def serve_round(self) -> None:
         """Serves known prompts and new ones, more at once than HBM holds."""
@@ -177,13 +177,12 @@ class LiveEngine:
     def fail_next_save(self) -> None:
         """The next save raises when it is dispatched."""
         copier: Any = tier_group(one_worker(self.engine)).copiers[Direction.SAVE]
-        real = copier._save
 
-        def fails_once(segment, *args):
-            copier._save = real
+        def fails_once(*args):
+            del copier.save
             raise RuntimeError("injected")
 
-        copier._save = fails_once
+        copier.save = fails_once
 
 
 @contextlib.contextmanager

@@ -43,11 +43,16 @@ def container_sizes(root: Any, name: str) -> dict[str, int]:
 
 @final
 class SizeHistory:
-    """Sizes of containers over time, in bounded memory: with many samples every other one is dropped."""
+    """Sizes of containers over time, in bounded memory: with many samples every other one is dropped.
+
+    Attributes:
+      sizes: of each container, oldest first.
+      num_samples: that are kept, of every container.
+    """
 
     def __init__(self) -> None:
-        self._sizes: dict[str, array.array[int]] = {}
-        self._num_samples = 0
+        self.sizes: dict[str, array.array[int]] = {}
+        self.num_samples = 0
         self._num_seen = 0
         self._every = 1
 
@@ -56,24 +61,24 @@ class SizeHistory:
         self._num_seen += 1
         if (self._num_seen - 1) % self._every:
             return
-        for path in sizes.keys() - self._sizes.keys():
-            self._sizes[path] = array.array("q", bytes(8 * self._num_samples))
-        for path, history in self._sizes.items():
+        for path in sizes.keys() - self.sizes.keys():
+            self.sizes[path] = array.array("q", bytes(8 * self.num_samples))
+        for path, history in self.sizes.items():
             history.append(sizes.get(path, 0))
-        self._num_samples += 1
-        if self._num_samples == _MOST_SAMPLES:
-            self._sizes = {path: history[::2] for path, history in self._sizes.items()}
-            self._num_samples = -(-self._num_samples // 2)
+        self.num_samples += 1
+        if self.num_samples == _MOST_SAMPLES:
+            self.sizes = {path: history[::2] for path, history in self.sizes.items()}
+            self.num_samples = -(-self.num_samples // 2)
             self._every *= 2
 
     @property
     def num_containers(self) -> int:
         """Number of containers seen so far."""
-        return len(self._sizes)
+        return len(self.sizes)
 
     def largest(self, num: int) -> dict[str, int]:
         """The largest containers of the second half, and their maximum sizes."""
-        half = {path: max(history[len(history) // 2 :], default=0) for path, history in self._sizes.items()}
+        half = {path: max(history[len(history) // 2 :], default=0) for path, history in self.sizes.items()}
         return dict(collections.Counter(half).most_common(num))
 
     def grown(self) -> dict[str, str]:
@@ -86,12 +91,12 @@ class SizeHistory:
         Returns:
           By path, the sizes before and after; empty with fewer than six samples in that half.
         """
-        third = (self._num_samples - self._num_samples // 2) // 3
+        third = (self.num_samples - self.num_samples // 2) // 3
         if third < 2:
             return {}
         by_share, at_least = max(0.05, 1 / third), max(_AT_LEAST, _OF_FEW / third)
         grown = {}
-        for path, history in sorted(self._sizes.items()):
+        for path, history in sorted(self.sizes.items()):
             half = history[len(history) // 2 :]
             before, after = max(half[:third]), min(half[-third:])
             if after - before > max(at_least, by_share * before):

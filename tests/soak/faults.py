@@ -100,6 +100,7 @@ class Faults:
 
     Attributes:
       counts: how often each fault has happened.
+      rates: the probability of each fault, at each occasion.
       active: while False no new faults are injected; delayed copies and reports still arrive.
     """
 
@@ -116,13 +117,13 @@ class Faults:
         self.active = False
         self.random = random.Random(seed)
         self.clock = clock
-        self._rates = rates
+        self.rates = rates
         self._until_certain = dict(certain)
         self._job_timeout_s = job_timeout_s
 
     def happens(self, fault: Fault) -> bool:
         """Whether this fault happens now; counts it."""
-        happens = self.active and self.random.random() < self._rates.get(fault, 0.0)
+        happens = self.active and self.random.random() < self.rates.get(fault, 0.0)
         if self.active and fault in self._until_certain:
             self._until_certain[fault] -= 1
             happens |= self._until_certain[fault] == 0

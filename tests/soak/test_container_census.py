@@ -72,7 +72,7 @@ def grown_tables(samples):
 def test_a_long_history_stays_small_and_keeps_its_shape(monkeypatch):
     monkeypatch.setattr(container_census, "_MOST_SAMPLES", 40)
     history = history_of({"full": 300, "leak": 10 * i} for i in range(5000))
-    assert all(len(sizes) == history._num_samples < 40 for sizes in history._sizes.values())
+    assert all(len(sizes) == history.num_samples < 40 for sizes in history.sizes.values())
     assert list(history.grown()) == ["leak"]
     assert history.largest(1).keys() == {"leak"}
     assert 45_000 < history.largest(1)["leak"] < 50_000

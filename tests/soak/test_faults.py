@@ -52,7 +52,7 @@ def test_a_copy_fails(path, fault, direction, error):
     engine.step(saves=[save := engine.save([0, 1, 2], [8, 9, 10])])
     engine.expect_saved(save)
     engine.drain()
-    faults._rates = {fault: 1.0}
+    faults.rates = {fault: 1.0}
     if path == "staged" and "SHORT" in fault.name:
         error = "TransferError: the device copied 1 of 2 blocks"  # pieces of two and one
     job = getattr(engine, direction)([4, 5, 6], [8, 9, 10])
@@ -71,7 +71,7 @@ def test_a_block_that_is_left_out_is_not_written():
     engine.step(saves=[save := engine.save([0, 1], [8, 9])])
     engine.expect_saved(save)
     engine.drain()
-    faults._rates = {Fault.SHORT_LOAD: 1.0}
+    faults.rates = {Fault.SHORT_LOAD: 1.0}
     engine.step(loads=[engine.load([4, 5], [8, 9])])
     engine.expect_loaded(engine.job(Direction.LOAD, [4], [8]))
     engine.drain()

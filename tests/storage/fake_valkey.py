@@ -1,7 +1,6 @@
 """A server for tests of the valkey tier's own connections that answers what a script says, right or wrong."""
 
 import contextlib
-import dataclasses
 import select
 import socket
 import struct
@@ -103,13 +102,14 @@ class FakeServer:
       buffer_nbytes: of what has arrived and was not received; None for the system's default.
     Attributes:
       peers: the connections, in their order.
+      threads: those that run the scripts, in the same order.
     """
 
     def __init__(self, *scripts: Script, host: str = "127.0.0.1", buffer_nbytes: int | None = None) -> None:
         self.peers: list[Peer] = []
         self.errors: list[BaseException] = []
         self._scripts: Sequence[Script] = scripts
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         if buffer_nbytes is not None:  # connections inherit it
@@ -127,8 +127,8 @@ class FakeServer:
             peer = Peer(end)
             script = self._scripts[min(len(self.peers), len(self._scripts) - 1)]
             self.peers.append(peer)
-            self._threads.append(threading.Thread(target=self._run, args=(script, peer), daemon=True))
-            self._threads[-1].start()
+            self.threads.append(threading.Thread(target=self._run, args=(script, peer), daemon=True))
+            self.threads[-1].start()
 
     def _run(self, script: Script, peer: Peer) -> None:
         try:
@@ -150,7 +150,7 @@ class FakeServer:
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 peer.socket.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
         assert not self.errors, self.errors
 
@@ -159,11 +159,6 @@ def connections_to(*hosts: Any, timeout_s: float = LATE_S, **options: Any) -> Re
     """To these fake servers, or addresses."""
     addresses = tuple(("127.0.0.1", host.port) if isinstance(host, FakeServer) else host for host in hosts)
     return RecordConnections(ServerOptions(addresses=addresses, timeout_s=timeout_s, **options))
-
-
-def set_timeout(connections: RecordConnections, timeout_s: float) -> None:
-    """From now on. What has to succeed gets `LATE_S`, however busy the machine is."""
-    connections._server = dataclasses.replace(connections._server, timeout_s=timeout_s)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from typing import Any, final
 
 from tests.storage import servers
 from tests.storage.conformance import NUM_CHUNKS, SPEC, key_of, payload, read, write
+from tests.storage.objects import generation_of, root_of
 from tpu_offload.errors import TransferError
 from tpu_offload.storage.format import PAGE_NBYTES
-from tpu_offload.storage.object import ObjectTier
+from tpu_offload.storage.object import ObjectTier, name_of, open_store
 
 LONG_S = 60.0  # a generous end of what should take milliseconds
 NUM_THREADS = 3
@@ -40,6 +41,17 @@ def store(directory: Path) -> Iterator[servers.Server]:
     with servers.running(servers.rclone(directory)) as server:
         servers.make_bucket(server.port, "bucket")
         yield server
+
+
+def generation_below(directory: Path, tier: ObjectTier) -> Path:
+    """The directory of a tier's current generation below the server, which may be dead."""
+    root = directory / "bucket" / "kv"
+    return root / root_of(tier) / generation_of(tier, open_store(f"file://{root}")[0])
+
+
+def file_of(directory: Path, tier: ObjectTier, key: bytes) -> Path:
+    """The file of a key in a tier's current generation."""
+    return generation_below(directory, tier) / name_of(key)
 
 
 def objects_in(directory: Path) -> list[Path]:
@@ -247,9 +259,9 @@ class TierLife:
 
     def _tear(self, tier: ObjectTier) -> None:
         """Damages some of the objects, at times."""
-        stored = [i for i in self._known if Path(self._directory, "bucket/kv", tier._name(key_of(i))).is_file()]
+        stored = [i for i in self._known if file_of(self._directory, tier, key_of(i)).is_file()]
         for number in self._rng.sample(stored, min(len(stored), self._rng.choice([0, 0, 1, 3]))):
-            damage(Path(self._directory, "bucket/kv", tier._name(key_of(number))), self._rng)
+            damage(file_of(self._directory, tier, key_of(number)), self._rng)
             self._torn.add(number)
             self.counts["torn"] += 1
 

@@ -30,10 +30,12 @@ from tests.engine.helpers import TINY, make_request, random_tokens, serve
 from tests.inside import offload_scheduler, storage_planner
 from tests.storage import killed_server, servers, stores
 from tests.storage.killed_server import Killer
+from tests.storage.objects import wait_until_swept
 from tests.storage.test_engine import TIGHT, make_offload, settle, tier_of
 from tpu_offload import OffloadStats
 from tpu_offload.engine import Engine, Request, RequestOutput
 from tpu_offload.storage import Verdict, open_inspector
+from tpu_offload.storage.object import name_of
 
 NUM_PROMPTS = 10
 CAPACITY = 100  # chunks; the prompts have 135, and the host tier 30
@@ -125,9 +127,8 @@ class EngineLife:
     def close(self) -> None:
         """Ends the engine. The next one deletes all that is not its own, and what is left are right records."""
         self._restart()
-        tier, names = tier_of(self._engine), self._records()
-        for sweeper in tier._sweepers:
-            sweeper.join(killed_server.LONG_S)
+        names = self._records()
+        wait_until_swept()
         assert set(self._objects()) == names
         assert len(killed_server.objects_in(self._directory)) == len(names) + 1, "one marker, and nothing else"
         self._end()
@@ -251,16 +252,13 @@ class EngineLife:
     # The store.
 
     def _records(self) -> set[str]:
-        """The names of what the scheduler takes for stored."""
-        tier, scheduler = tier_of(self._engine), offload_scheduler(self._engine)
-        return {tier._name(key) for key in storage_planner(scheduler).records.stored}
+        """The names, below their generation, of what the scheduler takes for stored."""
+        return {name_of(key) for key in storage_planner(offload_scheduler(self._engine)).records.stored}
 
     def _objects(self) -> Mapping[str, Path]:
         """The files of objects of the tier's current generation, by name."""
-        root, tier = self._directory / "bucket" / "kv", tier_of(self._engine)
-        found = {str(path.relative_to(root)): path for path in killed_server.objects_in(self._directory)}
-        prefix = f"{tier._root}/{tier._generation}/"
-        return {name: path for name, path in found.items() if name.startswith(prefix)}
+        root = killed_server.generation_below(self._directory, tier_of(self._engine))
+        return {str(path.relative_to(root)): path for path in killed_server.objects_in(root)}
 
     def _damage(self) -> None:
         """While the server is dead."""

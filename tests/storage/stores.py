@@ -73,6 +73,11 @@ def holdings(inspector: StoreInspector) -> Sequence[tuple[str, int, bool, int]]:
     )
 
 
+def num_current(inspector: StoreInspector) -> int:
+    """The records of current generations: what an engine that starts there may find."""
+    return sum(num for _, _, is_current, num in holdings(inspector) if is_current)
+
+
 def verdicts(inspector: StoreInspector, *, headers_only: bool = False) -> dict[Verdict, int]:
     """The verdicts that there are, and of how many records."""
     verification = Verification(inspector, headers_only=headers_only)

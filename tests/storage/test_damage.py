@@ -17,6 +17,7 @@ import pytest
 from tests.inside import asker, server_key
 from tests.storage import servers, small_disk_child
 from tests.storage.conformance import FORMAT, SPEC, key_of, new_record, payload, read, sealed, write
+from tests.storage.objects import object_of, store_of
 from tests.storage.test_object import credentials, s3_url  # noqa: F401
 from tpu_offload.errors import TransferError
 from tpu_offload.storage.object import ObjectTier
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def objects(url):
     tier = ObjectTier(dataclasses.replace(SPEC, options=url))
     with contextlib.closing(tier):
-        yield tier, lambda key, data: obstore.put(tier._store, tier._name(key), bytes(data))
+        yield tier, lambda key, data: obstore.put(store_of(tier), object_of(tier, key), bytes(data))
 
 
 @contextlib.contextmanager

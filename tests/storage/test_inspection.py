@@ -458,13 +458,15 @@ def test_a_record_that_was_being_written_is_read_again(tmp_path, directory, monk
     flip(segment, PAGE_NBYTES + 1)
     with inspected(str(tmp_path)) as inspector:
         verification = Verification(inspector, headers_only=False)
-        again = verification._read_again
+        seen, read = set(), inspector.read
 
-        def written_meanwhile():
-            change(segment, 0, good)
-            again()
+        def written_meanwhile(record, nbytes):
+            if record in seen:
+                change(segment, 0, good)
+            seen.add(record)
+            return read(record, nbytes)
 
-        monkeypatch.setattr(verification, "_read_again", written_meanwhile)
+        monkeypatch.setattr(inspector, "read", written_meanwhile)
         verification.run(Survey().records(inspector.scan()), on_record=lambda: None, stops=lambda: False)
         assert +verification.counts == {Verdict.GOOD: 4}
         assert not verification.suspects
@@ -501,7 +503,7 @@ def test_reads_that_fail_in_a_row_end_it(tmp_path, directory, monkeypatch):
         monkeypatch.setattr(
             inspector, "read", lambda record, nbytes: fail(record, nbytes) if next(num) % 7 else bytes(NBYTES)
         )
-        monkeypatch.setattr(verify, "_NUM_THREADS", 1)
+        monkeypatch.setattr(verify, "NUM_THREADS", 1)
         found = verdicts(inspector)
         assert set(found) == {Verdict.UNREADABLE, Verdict.DAMAGED}
 
@@ -525,7 +527,7 @@ def test_it_holds_few_records_at_a_time(tmp_path, directory):
 
         Verification(inspector, headers_only=False).run(records(), on_record=on_record, stops=lambda: False)
         assert num_done == 200
-        assert most <= 2 * verify._NUM_THREADS + 1
+        assert most <= 2 * verify.NUM_THREADS + 1
 
 
 def test_it_stops_when_it_is_told(tmp_path, directory):

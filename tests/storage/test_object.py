@@ -11,12 +11,21 @@ import pytest
 
 from tests.storage import servers
 from tests.storage.conformance import CHECKS, FORMAT, NUM_CHUNKS, SPEC, key_of, new_record, payload, read, sealed, write
+from tests.storage.objects import (
+    LATE_S,
+    directory_of,
+    generation_of,
+    marker_of,
+    names,
+    object_of,
+    root_of,
+    store_of,
+    wait_until_swept,
+)
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
 from tpu_offload.storage.object import ObjectTier
-
-LATE_S = 30.0  # a generous end for what should take less than a second
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +72,6 @@ def opened(options, **changes):
         tier.close()
 
 
-def names(tier):
-    """All objects of the store."""
-    return sorted(entry["path"] for entries in obstore.list(tier._store) for entry in entries)
-
-
-def swept(tier):
-    """Waits for the deletion of earlier generations."""
-    for sweeper in tier._sweepers:
-        sweeper.join(LATE_S)
-        assert not sweeper.is_alive()
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_conformance(store_url, check):
     check(lambda spec: ObjectTier(dataclasses.replace(spec, options=store_url)))
@@ -97,7 +94,7 @@ def test_keys_are_listed_from_the_oldest_and_bounded(store_url):
     with opened(store_url, num_chunks=5) as tier:
         keys = tier.stored_keys()
         assert sorted(keys) == sorted(key_of(i) for i in range(1, 6))
-        if tier._directory is not None:
+        if directory_of(tier) is not None:
             assert keys == [key_of(i) for i in range(1, 6)]
         assert len(names(tier)) == 1 + 5, "what no longer fits is deleted"
 
@@ -106,25 +103,25 @@ def test_what_others_put_there_is_deleted_or_left(store_url):
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
         mine = names(tier)
-        generation = f"{tier._root}/{tier._generation}"
-        obstore.put(tier._store, f"{generation}/ab/cd.kv", b"short")
-        obstore.put(tier._store, f"{generation}/no key", bytes(FORMAT.record_nbytes))
-        obstore.put(tier._store, f"{tier._root}/0123456789abcdef/ab/cd.kv", bytes(FORMAT.record_nbytes))
-        obstore.put(tier._store, "another/file", b"of another program")
+        generation = f"{root_of(tier)}/{generation_of(tier)}"
+        obstore.put(store_of(tier), f"{generation}/ab/cd.kv", b"short")
+        obstore.put(store_of(tier), f"{generation}/no key", bytes(FORMAT.record_nbytes))
+        obstore.put(store_of(tier), f"{root_of(tier)}/0123456789abcdef/ab/cd.kv", bytes(FORMAT.record_nbytes))
+        obstore.put(store_of(tier), "another/file", b"of another program")
     with opened(store_url) as tier:
         assert tier.stored_keys() == [key_of(1)]
-        swept(tier)
+        wait_until_swept()
         assert names(tier) == sorted([*mine, "another/file"])
 
 
 def test_a_marker_that_makes_no_sense_begins_anew(store_url):
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
-        obstore.put(tier._store, tier._marker, b"../../etc/passwd")
+        obstore.put(store_of(tier), marker_of(tier), b"../../etc/passwd")
     with opened(store_url) as tier:
         assert not tier.stored_keys()
-        swept(tier)
-        assert names(tier) == [tier._marker]
+        wait_until_swept()
+        assert names(tier) == [marker_of(tier)]
 
 
 def test_a_clear_leaves_nothing(store_url):
@@ -133,7 +130,7 @@ def test_a_clear_leaves_nothing(store_url):
             write(tier, key_of(i), i)
         tier.clear()
         write(tier, key_of(1), 50)
-        swept(tier)
+        wait_until_swept()
         assert len(names(tier)) == 2
         assert read(tier, key_of(1)) == payload(50)
     with opened(store_url) as tier:
@@ -144,7 +141,7 @@ def test_what_is_written_after_all_objects_were_deleted_is_found_by_the_next_sta
     """By somebody else, or by a lifecycle rule: the name of the generation is gone with them."""
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
-        obstore.delete(tier._store, names(tier))
+        obstore.delete(store_of(tier), names(tier))
         with pytest.raises(KeyError):
             read(tier, key_of(1))
         write(tier, key_of(2), 2)
@@ -184,10 +181,12 @@ def kill_often(url, seeds):
         with opened(url) as tier:
             keys = tier.stored_keys()
             expect_sound(tier, keys, lines)
-            swept(tier)
-            assert names(tier) == sorted([tier._marker, *map(tier._name, keys)]), "nothing else is left"
-            if tier._directory is not None:
-                assert len([path for path in tier._directory.rglob("*") if path.is_file()]) == len(keys) + 1
+            wait_until_swept()
+            assert names(tier) == sorted([marker_of(tier), *(object_of(tier, key) for key in keys)]), (
+                "nothing else is left"
+            )
+            if (directory := directory_of(tier)) is not None:
+                assert len([path for path in directory.rglob("*") if path.is_file()]) == len(keys) + 1
 
 
 def test_killed_at_any_moment(store_url):
@@ -202,7 +201,7 @@ def test_killed_a_hundred_times(store_url):
 def test_a_value_of_another_size_cannot_be_read(store_url):
     with opened(store_url) as tier:
         for nbytes in (5, FORMAT.record_nbytes + 1):
-            obstore.put(tier._store, tier._name(key_of(1)), bytes(nbytes))
+            obstore.put(store_of(tier), object_of(tier, key_of(1)), bytes(nbytes))
             with pytest.raises(OSError, match="bytes; expected"):
                 tier.read(key_of(1), new_record())
 
@@ -220,12 +219,12 @@ def test_deletion_in_batches(store_url, monkeypatch):
         for i in range(8):
             write(tier, key_of(i), i)
         tier.delete([key_of(i) for i in range(20)])
-        assert names(tier) == [tier._marker]
+        assert names(tier) == [marker_of(tier)]
 
 
 def test_names_and_keys():
     for key in (b"a", b"ab", bytes(101), bytes(256), *map(key_of, range(4))):
-        name = object_tier._name_of(key)
+        name = object_tier.name_of(key)
         assert object_tier.key_of(name) == key
         assert max(map(len, name.split("/"))) <= 200
     for name in ("", "ab", "ab.kv", "ab/cd", "ab/CD.kv", "ab/c.kv", "abc/d.kv", "ab/cd.kv#1", "ab/ cd.kv"):
@@ -264,8 +263,8 @@ def test_a_server_that_freezes_dies_and_returns_empty():
             assert time.monotonic() - start_s < LATE_S
         server.thaw()
         tier.clear()
-        swept(tier)
-        assert names(tier) == [tier._marker]
+        wait_until_swept()
+        assert names(tier) == [marker_of(tier)]
         with pytest.raises(KeyError):
             read(tier, key_of(1))
         write(tier, key_of(2), 2)
@@ -292,7 +291,7 @@ def test_a_server_that_is_not_there_yet(caplog):
             write(tier, key_of(2), 2)
         with opened(url) as tier:
             assert tier.stored_keys() == [key_of(2)], "a new generation began"
-            swept(tier)
+            wait_until_swept()
             assert len(names(tier)) == 2
 
 

@@ -47,7 +47,7 @@ def test_a_record_that_the_server_has_lost_in_part_is_refused(tmp_path):
             write(tier, key_of(i), i)
         server.kill()
         for i in range(1, NUM_CHUNKS):
-            killed_server.damage(tmp_path / "bucket/kv" / tier._name(key_of(i)), random.Random(i))
+            killed_server.damage(killed_server.file_of(tmp_path, tier, key_of(i)), random.Random(i))
         server.start()
         assert read(tier, key_of(0)) == payload(0)
         for i in range(1, NUM_CHUNKS):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from tests.inside import (
     current_namespace,
     engine_scheduler,
     lookup_planner,
-    model_runner,
     offload_scheduler,
     offloading,
     one_worker,
+    set_weights,
     storage_planner,
 )
 from tests.storage import servers
@@ -199,15 +200,15 @@ def test_a_server_that_does_not_answer_costs_a_few_waits(plain, fault):
                 server.thaw()
 
 
-def count_waits(engine):
-    """When an engine has requests wait, by request; grows."""
+def count_waits(engine, clock=time.monotonic):
+    """When an engine has requests wait, by request, on this clock; grows."""
     waits: dict[str, list[float]] = {}
     look_up = offloading(engine).look_up
 
     def counted(sequence, *, num_computed_tokens):
         found = look_up(sequence, num_computed_tokens=num_computed_tokens)
         if found is None:
-            waits.setdefault(sequence.sequence_id, []).append(engine._clock())
+            waits.setdefault(sequence.sequence_id, []).append(clock())
         return found
 
     offloading(engine).look_up = counted
@@ -229,7 +230,7 @@ def test_a_look_up_that_hangs_costs_one_bounded_wait(plain):
     clock = Ticks()
     with engine_above("", storage_tier=SHARED, clock=clock, storage_lookup_wait_s=0.03) as engine:
         tier_of(engine).gates["find"] = gate = threading.Event()
-        waits = count_waits(engine)
+        waits = count_waits(engine, clock)
         outputs = serve_rounds(engine, [[request] for request in rounds()[0]])
         assert tokens_of(outputs) == others(plain, outputs)
         ((name, times),) = waits.items()
@@ -274,7 +275,7 @@ def test_engines_that_get_new_weights_one_after_the_other():
     expected = []
     for of_model in weights:
         engine = Engine(TINY, TIGHT)
-        model_runner(engine)._weights = of_model
+        set_weights(engine, of_model)
         expected.append(tokens_of(serve_rounds(engine, rounds())))
     with valkey() as (_, url), engine_above(url) as first, engine_above(url) as second:
         versions = {id(first): 0, id(second): 0}
@@ -296,7 +297,7 @@ def test_engines_that_get_new_weights_one_after_the_other():
         serve_at_once()
         for engine in (first, second):
             versions[id(engine)] = NEW_WEIGHTS
-            model_runner(engine)._weights = weights[NEW_WEIGHTS]
+            set_weights(engine, weights[NEW_WEIGHTS])
             engine.reset_cache()
             serve_at_once()
         serve_at_once()

@@ -54,6 +54,11 @@ def opened(server, options="", **changes):
         tier.close()
 
 
+def marker_of(tier):
+    """The key on the server that has the current generation."""
+    return f"{valkey.PREFIX}{tier.spec.fingerprint}:{tier.spec.worker_id}:{valkey.MARKER}"
+
+
 def exists(tier, keys):
     """Which of these keys are stored."""
     return [bool(n) for n in tier.find([(key,) for key in keys])]
@@ -109,18 +114,18 @@ def test_a_clear_empties_the_tier_of_all_engines(server, always_ask):
 def test_a_lost_generation_is_written_again(server, always_ask):
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        asker(tier).delete([tier._marker])
+        asker(tier).delete([marker_of(tier)])
         assert read(tier, key_of(1)) == payload(1)
         with opened(server) as other:
             assert read(other, key_of(1)) == payload(1)
 
 
-def test_engines_that_start_at_once_agree(server):
+def test_engines_that_start_at_once_agree(server, always_ask):
     """Another one writes its generation between the two requests of this one."""
     theirs = "0123456789abcdef"
     with opened(server) as tier:
         client: Any = asker(tier)
-        client.delete([tier._marker])
+        client.delete([marker_of(tier)])
         get = client.get
 
         def get_before_theirs(key):
@@ -130,7 +135,7 @@ def test_engines_that_start_at_once_agree(server):
             return found
 
         client.get = get_before_theirs
-        tier._ask()
+        assert exists(tier, [key_of(1)]) == [False]
         assert generation(tier) == theirs
 
 
@@ -139,7 +144,7 @@ def test_a_generation_that_was_left_never_comes_back(server, always_ask):
         write(first, key_of(1), 1)
         old = generation(first)
         second.clear()
-        asker(second).set(second._marker, old)  # as an engine does that has not seen the `clear`
+        asker(second).set(marker_of(second), old)  # as an engine does that has not seen the `clear`
         assert exists(second, [key_of(1)]) == [False]
         assert exists(first, [key_of(1)]) == [False]
         assert generation(first) == generation(second) != old
@@ -149,17 +154,18 @@ def test_a_clear_while_the_generation_is_read(server, always_ask):
     """The answer is of before the clear, and must not bring it back."""
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        agree, old = tier._agree, generation(tier)
+        client: Any = asker(tier)
+        get, old = client.get, generation(tier)
 
-        def slowly(*args):
-            tier._agree = agree
-            found = agree(*args)
+        def get_before_the_clear(key):
+            client.get = get
+            found = get(key)
             tier.clear()
             return found
 
-        tier._agree = slowly
+        client.get = get_before_the_clear
         assert exists(tier, [key_of(1)]) == [False]
-        assert generation(tier) != old
+        assert client.get(marker_of(tier)).decode() == generation(tier) != old
 
 
 def test_a_clear_without_a_server_is_made_durable_later(server):
@@ -214,30 +220,27 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
             asker(tier).set(server_key(tier, key), b"x")
         trips: list[int] = []
         num_before = calls_of(tier, "exists")
-        pipeline = tier._pipeline
+        execute = asker(tier).exec
 
-        def counted(groups):
-            trips.append(len(groups))
-            return pipeline(groups)
+        def counted(batch, **options):
+            trips.append(len(batch.commands))
+            return execute(batch, **options)
 
-        monkeypatch.setattr(tier, "_pipeline", counted)
+        monkeypatch.setattr(asker(tier), "exec", counted)
         assert list(tier.find([keys, keys[:2900], [b"other", *keys]])) == [3000, 2900, 0]
         assert len(trips) <= 6
         assert calls_of(tier, "exists") - num_before == sum(trips) < 200, "a request for each range, not for each key"
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_look_ups_do_not_wait_for_records(server, call):
-    """Records have connections of their own, which are not there here."""
+def test_look_ups_do_not_wait_for_records(server, always_ask, call):
+    """Records have connections of their own, which are closed here. The generation is read, too."""
     with opened(server) as tier:
         write(tier, key_of(1), 1)
-        records = tier._records
-        tier._records = None
-        with pytest.raises(AttributeError):
+        record_connections(tier).close()
+        with pytest.raises(OSError, match="the tier is closed"):
             write(tier, key_of(2), 2) if call == "write" else read(tier, key_of(1))
-        tier._asked_s = -float("inf")  # the generation is read, too
         assert exists(tier, [key_of(1), key_of(2)]) == [True, False]
-        tier._records = records
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inside import idle, in_use, socket_of
+from tests.inside import idle, in_use, set_timeout, socket_of
 from tests.storage.fake_valkey import (
     LATE_S,
     NONE,
@@ -22,7 +22,6 @@ from tests.storage.fake_valkey import (
     connected,
     connections_to,
     in_threads,
-    set_timeout,
     value,
 )
 from tpu_offload.storage.resp_connection import Connection
@@ -65,6 +64,9 @@ class Pieces:
     def __init__(self, stream, sizes):
         self.left, self.sizes, self.sent = stream, iter(sizes), b""
 
+    def setsockopt(self, *option):
+        pass
+
     def settimeout(self, timeout):
         assert timeout > 0
 
@@ -87,11 +89,8 @@ class Pieces:
 
 
 def connection_of(stream, sizes):
-    connection = Connection(socket.AF_INET)
-    connection.close()
     pieces = Pieces(stream, sizes)
-    connection._socket = pieces  # type: ignore[assignment]
-    return connection, pieces
+    return Connection(pieces), pieces  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nbytes", [9, 10, 99, 4096])
@@ -311,11 +310,20 @@ def test_a_close_ends_reads_in_progress(stage):
         assert not in_use(reader)
 
 
-def test_a_connection_of_a_read_that_outlives_the_tier_is_closed():
+def test_a_connection_of_a_read_that_outlives_the_tier_is_closed(monkeypatch):
+    get = Connection.get
+    used: list[Connection] = []
+
+    def get_before_the_end(connection, *args):
+        found = get(connection, *args)
+        used.append(connection)
+        reader.close()
+        return found
+
+    monkeypatch.setattr(Connection, "get", get_before_the_end)
     with connected(answers(value(DATA))) as (server, reader):
-        with reader._connection(time.monotonic() + LATE_S) as connection:
-            assert connection.get(b"key", memoryview(bytearray(NBYTES)), time.monotonic() + LATE_S)
-            reader.close()
+        assert read(reader) == DATA
+        (connection,) = used
         assert socket_of(connection).fileno() == -1
         assert len(server.peers) == 1
 
@@ -525,10 +533,10 @@ def test_a_name_service_that_hangs(names):
         in_threads(4, lambda _: failure(reader))
         assert failure(reader) == "kv:1: TimeoutError: looking up the name timed out"
         assert next(num_lookups) == 1
+        (lookup,) = (thread for thread in threading.enumerate() if thread.name == "valkey-lookup")
         may_answer.set()
-        deadline_s = time.monotonic() + LATE_S
-        while reader._hosts[0]._lookup is not None:
-            assert time.monotonic() < deadline_s
+        lookup.join(LATE_S)
+        assert not lookup.is_alive()
         assert read(reader) == DATA
         assert next(num_lookups) == 3
     server.close()

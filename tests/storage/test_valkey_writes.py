@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from glide_sync import GlideClient, GlideClientConfiguration, NodeAddress
 
-from tests.inside import idle, in_use, socket_of
+from tests.inside import idle, in_use, set_timeout, socket_of
 from tests.storage import servers
 from tests.storage.fake_valkey import (
     LATE_S,
@@ -23,7 +23,6 @@ from tests.storage.fake_valkey import (
     connected,
     connections_to,
     in_threads,
-    set_timeout,
     value,
 )
 from tpu_offload.storage.resp_connection import Connection
@@ -66,6 +65,9 @@ class Pieces:
         self.sizes, self.received = iter(sent), iter(received)
         self.memories: list[Any] = []
 
+    def setsockopt(self, *option):
+        pass
+
     def settimeout(self, timeout):
         assert timeout > 0
 
@@ -95,11 +97,8 @@ class Pieces:
 
 
 def connection_of(answer=OK, sent=(), received=()):
-    connection = Connection(socket.AF_INET)
-    connection.close()
     pieces = Pieces(answer, sent, received)
-    connection._socket = pieces  # type: ignore[assignment]
-    return connection, pieces
+    return Connection(pieces), pieces  # type: ignore[arg-type]
 
 
 def until():
@@ -178,24 +177,23 @@ def test_a_value_larger_than_all_buffers():
 
 def test_how_much_of_a_value_the_kernel_holds(monkeypatch):
     """On this host; less is slow there, where a segment is large. Over a network the kernel decides."""
-    connection = Connection(socket.AF_INET)
+    connection = Connection(socket.socket())
     with connected(answers(OK)) as (server, _), contextlib.closing(connection):
         connection.connect(("127.0.0.1", server.port), until())
         assert 1 << 18 <= socket_of(connection).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 1 << 20
-    with connected(answers(OK)) as (server, _), contextlib.closing(Connection(socket.AF_INET)) as connection:
+    with connected(answers(OK)) as (server, _), contextlib.closing(Connection(socket.socket())) as connection:
         monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("192.0.2.1", server.port))
         monkeypatch.setattr(socket.socket, "setsockopt", None)  # a call would raise
         connection.connect(("127.0.0.1", server.port), until())
 
 
 @pytest.mark.parametrize("buffer_nbytes", [1, 1 << 17])
-def test_a_small_buffer_of_the_sender(monkeypatch, buffer_nbytes):
+def test_a_small_buffer_of_the_sender(buffer_nbytes):
     """Only some bytes are taken at a time."""
-    make = socket.socket
     sizes: list[int] = []
 
-    class Small(make):  # type: ignore[misc, valid-type]
-        def setsockopt(self, level, option, number):
+    class Small(socket.socket):
+        def setsockopt(self, level, option, number):  # type: ignore[override]
             is_buffer = (level, option) == (socket.SOL_SOCKET, socket.SO_SNDBUF)
             super().setsockopt(level, option, buffer_nbytes if is_buffer else number)
 
@@ -205,10 +203,7 @@ def test_a_small_buffer_of_the_sender(monkeypatch, buffer_nbytes):
 
     data = LARGE[: 1 << 18 if buffer_nbytes == 1 else 1 << 21]
     with connected(answers(OK)) as (server, connections):
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "socket", Small)
-            connection = Connection(socket.AF_INET)
-        with contextlib.closing(connection):
+        with contextlib.closing(Connection(Small())) as connection:
             connection.connect(("127.0.0.1", server.port), until())
             connection.set(b"key", memoryview(data), until())
         assert len(sizes) > 5
@@ -443,7 +438,7 @@ def test_memory_of_a_write_that_timed_out_is_not_read_later():
         assert failure(connections, data=memory) == "TimeoutError: timed out"
         memory[:] = bytes(len(memory))
         may_receive.set()
-        server._threads[0].join(LATE_S)
+        server.threads[0].join(LATE_S)
         (stream,) = received
         assert len(stream) > BUFFER_NBYTES // 2
         assert len(stream) < len(LARGE)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.caches import PAGE_SHAPE, logical_pages, random_array, random_caches
-from tests.inside import host_tier, set_lockstep, tier_group
+from tests.inside import host_tier, set_lockstep, slot_pools, tier_group
 from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
@@ -352,13 +352,15 @@ def slow_down(engine, index=0, *, ready_after=None):
 def make_landings_slow(engine, monkeypatch):
     """From now on what is written into slots does not end before its tokens, which are returned, are set ready."""
     slow: list[Slow] = []
-    land = engine.storage._land
 
-    def slowly(item):
-        land(item)
-        item, tokens = engine.storage._landing[-1]
-        slow.extend(Slow(token) for token in tokens)
-        engine.storage._landing[-1] = item, slow[-len(tokens) :]
+    def slowed(write):
+        def slowly(*args):
+            slow.append(Slow(write(*args)))
+            return slow[-1]
 
-    monkeypatch.setattr(engine.storage, "_land", slowly)
+        return slowly
+
+    for pool in slot_pools(engine.worker):
+        for copier in pool.copiers:
+            monkeypatch.setattr(copier, "write", slowed(copier.write))
     return slow

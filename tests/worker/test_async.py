@@ -95,7 +95,7 @@ def test_waiting_poll_returns_when_a_staged_load_needs_a_step():
 @pytest.mark.parametrize("path", ["direct", "staged"])
 def test_waiting_poll_comes_back_when_nothing_ends(path, monkeypatch):
     """Also with a copy that never ends beside one that does."""
-    monkeypatch.setattr(worker_module, "_MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(worker_module, "MAX_WAIT_S", 0.05)
     engine = Engine(path)
     engine.step(saves=[engine.save([0], [0])], loads=[engine.load([4], [8])])
     for index in range(2):
@@ -112,14 +112,14 @@ def test_waiting_poll_comes_back_when_nothing_ends(path, monkeypatch):
 
 
 def test_waits_of_poll_are_about_a_second():
-    assert worker_module._MAX_WAIT_S == 1.0
+    assert worker_module.MAX_WAIT_S == 1.0
 
 
 @pytest.mark.parametrize("timeout_s", [0.05, 60.0])
 def test_close_waits_for_copies_but_not_for_ever(caplog, monkeypatch, timeout_s):
-    assert worker_module._MAX_CLOSE_S == 20.0
+    assert worker_module.MAX_CLOSE_S == 20.0
     if timeout_s > 0.05:
-        monkeypatch.setattr(worker_module, "_MAX_CLOSE_S", 0.05)
+        monkeypatch.setattr(worker_module, "MAX_CLOSE_S", 0.05)
     engine = Engine(job_timeout_s=timeout_s)
     engine.step(saves=[engine.save([0], [0])])
     engine.step(saves=[engine.save([1], [1])])

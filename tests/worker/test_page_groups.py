@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.inside import arena_segments, host_tier, staging_usage, swap_groups, tier_groups, worker_jobs, worker_storage
+from tests.inside import (
+    arena_segments,
+    host_tier,
+    slot_pools,
+    staging_usage,
+    swap_groups,
+    tier_groups,
+    worker_jobs,
+)
 from tests.jobs import copy_job, storage_job
 from tests.storage.memory_tier import NAME
 from tests.worker.engine import (
@@ -314,7 +322,7 @@ def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch)
     engine = Engine(**STORAGE)
     engine.run(engine.save(range(12), range(12)))
     engine.run(engine.move(JobKind.CASCADE, (1, 0)))
-    first, second, *_ = worker_storage(engine.worker)._copiers[0]
+    first, second, *_ = slot_pools(engine.worker)[0].copiers
     write = first.write
     monkeypatch.setattr(first, "write", lambda *args: (write(*args), Poisoned())[1])
     monkeypatch.setattr(second, "write", broken(INJECTED))
@@ -350,24 +358,36 @@ def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monke
 
 def test_closing_stops_every_allocation_before_it_waits_for_the_first(monkeypatch, caplog):
     real, is_closing = host_arena.pinned_zeros, threading.Event()
-    stops: list[threading.Event] = []
+    stopped: list[object] = []
 
     def allocate(struct):
         is_closing.wait(60)
         until_s = time.monotonic() + 30
-        while not all(stop.is_set() for stop in stops) and time.monotonic() < until_s:
+        while len(stopped) < 6 and time.monotonic() < until_s:
             time.sleep(0.001)
         return real(struct)
 
     monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 20.0)
     engine = Engine(wait=False, swap_gb=0.001)
-    stops += [group.memory.arena._stop for group in (*engine.groups, *swap_groups(engine.worker))]
-    assert len(stops) == 6
+    for group in (*engine.groups, *swap_groups(engine.worker)):
+        note_stop(group.memory.arena, stopped)
     is_closing.set()
     with caplog.at_level(logging.ERROR):
         engine.worker.close()
+    assert len(stopped) == 6
     assert caplog.messages == []
+
+
+def note_stop(arena, stopped):
+    """Has an arena added to this list when it is told to stop its allocation."""
+    stop = arena.stop_growing
+
+    def noted():
+        stop()
+        stopped.append(arena)
+
+    arena.stop_growing = noted
 
 
 def test_direct_copies_of_all_page_groups_take_two_blocks_of_hbm():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_array
-from tests.inside import arena_segments, lost_segments, worker_jobs
+from tests.inside import arena_segments, lost_segments, rebuilt_segments, segment_structs, worker_jobs
 from tests.jobs import host_block_ids
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
@@ -167,9 +167,9 @@ class Life:
             self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
         pool = self.engine.pool
-        for segment_id in sorted(lost_segments(pool) - pool._rebuilt.keys()):
+        for segment_id in sorted(lost_segments(pool) - rebuilt_segments(pool).keys()):
             if rng.random() < 0.5:
-                self.rebuild(pool._structs, segment_id, pool._rebuilt)
+                self.rebuild(segment_structs(pool), segment_id, rebuilt_segments(pool))
 
     def run_pass(self, plan: StepPlan, fault_rate: float) -> None:
         engine, worker, rng = self.engine, self.worker, self.rng

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.grids import few
-from tests.inside import tier_groups
+from tests.inside import change_ranks, tier_groups
 from tests.jobs import copy_job, key_of, storage_job
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 from tests.worker.rank_lives import Lives
@@ -141,8 +141,7 @@ def test_reports_tell_each_rank_of_its_own_jobs_in_storage():
 def test_copies_of_a_rank_to_the_places_of_another_are_noticed():
     lives = Lives(7)
     for copies in tier_groups(lives.worker):
-        ranks_of = copies._ranks_of
-        copies._ranks_of = lambda jobs, ranks_of=ranks_of: np.maximum(ranks_of(jobs) - 1, 0)  # type: ignore[misc]
+        change_ranks(copies, lambda ranks: np.maximum(ranks - 1, 0))
     with pytest.raises(AssertionError):
         lives.run(40)
     lives.close()
@@ -181,13 +180,14 @@ def test_loads_of_one_rank_do_not_take_the_limit_of_another():
 def test_saves_of_all_ranks_are_one_dispatch():
     lives = Lives(3)
     (copies,) = tier_groups(lives.worker)
-    dispatched, start = [], copies._start
+    copier: Any = copies.copiers[Direction.SAVE]
+    dispatched, copy = [], copier.save
 
-    def recorded(*args, **kwargs):
-        dispatched.append(args[3])
-        start(*args, **kwargs)
+    def recorded(segment_id, moves, kv_caches):
+        dispatched.append(moves)
+        return copy(segment_id, moves, kv_caches)
 
-    copies._start = recorded
+    copier.save = recorded
     plans = [StepPlan(step_id=1, jobs=(save(1, block=rank),), next_job_id=2) for rank in range(4)]
     plan = lives.ranks.merge(plans)
     lives.caches = lives.worker.begin_step(plan, lives.caches)

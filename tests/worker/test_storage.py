@@ -410,15 +410,14 @@ def test_more_than_may_be_in_flight_fails():
     engine.disk.gates["write"] = gate = threading.Event()
     cascade = engine.cascade((1, 0), (2, 1), (3, 2))
     engine.step(saves=[cascade])
-    assert len(engine.storage._landing) == 0
+    assert not engine.storage.is_landing
     gate.set()
     result = engine.done(cascade)
     assert (result.state, result.failed_blocks) == (FAILED, (2,))
     assert "more than 2 records" in result.error
-    assert engine.storage._num_records == 0, "and they have room again"
-    again = engine.cascade((3, 2))
+    again = engine.cascade((3, 2), (1, 0))
     engine.step(saves=[again])
-    assert engine.done(again).state is FINISHED
+    assert engine.done(again).state is FINISHED, "and they have room again"
 
 
 def test_a_slot_in_which_nothing_is_is_not_written():

@@ -169,7 +169,7 @@ def test_a_shared_tier_numbers_the_hosts_of_each_rank(monkeypatch, hosts_of_rank
     sharding = SimpleNamespace(is_fully_addressable=hosts_of_rank is None)
     spec: Any = SimpleNamespace(cache_sharding=sharding, processes=lambda rank: hosts_of_rank or [0])
     monkeypatch.setattr(jax, "process_index", lambda: (hosts_of_rank or [0])[-1])
-    assert storage_stack._holder_id(spec, 3, worker_id=7) == holder_id
+    assert storage_stack.shared_holder_id(spec, 3, worker_id=7) == holder_id
 
 
 def test_a_size_in_gb_bounds_the_files(tmp_path):

@@ -16,7 +16,7 @@ from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
 from tpu_offload.errors import InputError, OffloadError
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_EXTRAS = {
+EXTRAS = {
     "click": "cli",
     "flax": "engine",
     "jinja2": "html",
@@ -100,7 +100,7 @@ def require(what: str, *packages: str) -> None:
         from tpu_offload.storage import STORAGE_TIERS  # takes half a second
 
         of_tiers = {tier.package: name for name, tier in STORAGE_TIERS.items()}
-        extras = ",".join(sorted({_EXTRAS.get(package) or of_tiers[package] for package in missing}))
+        extras = ",".join(sorted({EXTRAS.get(package) or of_tiers[package] for package in missing}))
         verb = "is" if len(missing) == 1 else "are"
         raise InputError(
             f"{what} needs {' and '.join(missing)}, which {verb} not installed; "

@@ -25,7 +25,7 @@ from tpu_offload.kernels.spec import TransferSpec
 _logger = logging.getLogger(__name__)
 
 _PROBED_SLOTS = 3  # one that is written again, between two that must not change
-_NUM_TIMED = 5
+NUM_TIMED = 5
 _CANNOT = "chunks cannot go to and from storage by the %s path: %s"
 
 Allocate = Callable[[jax.ShapeDtypeStruct], jax.Array]
@@ -150,7 +150,7 @@ def _try(path: type[SlotPath], spec: TransferSpec, size: int, allocate: Allocate
         copier.pack(got, data)
         if not np.array_equal(data, expected[which]):
             raise TransferError("the bytes of a slot changed on their way")
-    return min(_time(copier, size, clock) for _ in range(_NUM_TIMED))
+    return min(_time(copier, size, clock) for _ in range(NUM_TIMED))
 
 
 def _time(copier: SlotCopier, first: int, clock: Clock) -> float:

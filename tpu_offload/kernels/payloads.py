@@ -32,6 +32,9 @@ class SlotCopier:
       arena: the segments.
       blocks_per_slot: blocks in a slot; of states, one row.
       path: its programs.
+
+    Attributes:
+      path: see above.
     """
 
     def __init__(self, spec: TransferSpec, arena: ArenaView, *, blocks_per_slot: int, path: type[SlotPath]) -> None:
@@ -39,7 +42,7 @@ class SlotCopier:
         self._arena = arena
         self._num_blocks = blocks_per_slot
         self._structs = spec.payload_structs(blocks_per_slot)
-        self._path = path
+        self.path = path
         self._programs = CompiledPrograms(spec, num_blocks=path.max_hbm_blocks)
 
     @property
@@ -72,11 +75,11 @@ class SlotCopier:
 
     @property
     def _read(self) -> Any:
-        return self._programs.get("read", lambda spec: self._path.read(spec, self._num_blocks))
+        return self._programs.get("read", lambda spec: self.path.read(spec, self._num_blocks))
 
     @property
     def _write(self) -> Any:
-        return self._programs.get("write", lambda spec: self._path.write(spec, self._num_blocks))
+        return self._programs.get("write", lambda spec: self.path.write(spec, self._num_blocks))
 
     # On the thread that dispatches.
 

@@ -41,20 +41,24 @@ class Memcpy:
     Args:
       nbytes: size of each buffer.
       job_nbytes: bytes to copy per block.
+
+    Attributes:
+      source: u8[nbytes].
+      target: u8[nbytes].
     """
 
     def __init__(self, *, nbytes: int, job_nbytes: int) -> None:
-        self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        self.source, self.target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         self._job_nbytes = job_nbytes
         self._start = 0
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
         """See `Method`; both directions are equal."""
         nbytes = len(block_ids) * self._job_nbytes
-        if self._start + nbytes > len(self._source):
+        if self._start + nbytes > len(self.source):
             self._start = 0
         part = slice(self._start, self._start + nbytes)
-        np.copyto(self._target[part], self._source[part])
+        np.copyto(self.target[part], self.source[part])
         self._start += nbytes
         return caches
 

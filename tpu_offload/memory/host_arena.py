@@ -88,7 +88,7 @@ def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
       struct: shape, dtype, and a sharding with memory kind `pinned_host`.
     """
     sharding = struct.sharding
-    shard = _unshareable_zeros(sharding.shard_shape(struct.shape), struct.dtype)
+    shard = unshareable_zeros(sharding.shard_shape(struct.shape), struct.dtype)
     shards = [
         jax.device_put(shard, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
         for device in sorted(sharding.addressable_devices, key=lambda device: device.id)
@@ -98,7 +98,7 @@ def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
     return array
 
 
-def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+def unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
     """Zeros at an address that is not a multiple of 64, so that the CPU backend copies them.
 
     The CPU backend aliases numpy arrays that are aligned to 64 bytes, even with `may_alias=False` (jax 0.11.2). An

@@ -153,7 +153,7 @@ def run_all(
     # Not forked: threads of the caller (jax has some) may hold locks, and a forked child would deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(experiment,)) as pool, _ended():
-        with _deferred_interrupts():
+        with deferred_interrupts():
             numbers = {pool.submit(_run, case): number for number, case in enumerate(cases)}
         try:
             for future in as_completed(numbers):
@@ -175,7 +175,7 @@ def _ended() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[None]:
+def deferred_interrupts() -> Iterator[None]:
     """Defers interrupts while processes are started, and makes these ignore Ctrl-C.
 
     Ctrl-C reaches all processes of the terminal; this one terminates the others. A process that is interrupted while it

@@ -49,6 +49,7 @@ _MAX_PART = 200  # characters between slashes: file systems allow 255
 _STREAM_NBYTES = 1 << 20
 STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
 BATCH = 1000
+SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
 _SUFFIX = ".kv"  # so that no object of a long key is below one of a shorter key
 GENERATION = re.compile(r"[0-9a-f]{16}")
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
@@ -204,7 +205,7 @@ class ObjectTier(StorageTier):
     # Inside.
 
     def _name(self, key: bytes) -> str:
-        return f"{self._root}/{self._generation}/{_name_of(key)}"
+        return f"{self._root}/{self._generation}/{name_of(key)}"
 
     def _listing(self) -> tuple[list[bytes], list[str], set[str]]:
         """The keys to keep, oldest first; other objects of this generation; and other generations."""
@@ -261,9 +262,7 @@ class ObjectTier(StorageTier):
     def _sweep(self, generations: Iterable[str]) -> None:
         """Deletes earlier generations in the background."""
         if old := sorted(generations):
-            sweeper = threading.Thread(
-                target=self._run_sweep, args=(old,), name="tpu_offload-storage-sweep", daemon=True
-            )
+            sweeper = threading.Thread(target=self._run_sweep, args=(old,), name=SWEEPER_NAME, daemon=True)
             self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
             sweeper.start()
 
@@ -404,7 +403,8 @@ def new_generation() -> str:
     return secrets.token_hex(8)
 
 
-def _name_of(key: bytes) -> str:
+def name_of(key: bytes) -> str:
+    """The name of a key's object, below its generation."""
     digits = key.hex()
     rest = digits[2:] + _SUFFIX
     return "/".join((digits[:2], *(rest[i : i + _MAX_PART] for i in range(0, len(rest), _MAX_PART))))
@@ -416,7 +416,7 @@ def key_of(name: str) -> bytes | None:
         key = bytes.fromhex(name.replace("/", "").removesuffix(_SUFFIX))
     except ValueError:
         return None
-    return key if _name_of(key) == name else None
+    return key if name_of(key) == name else None
 
 
 def where(store: Store) -> str:

@@ -52,11 +52,11 @@ class Connection:
     """A connection for one thread at a time; it is not connected yet.
 
     Args:
-      family: of its addresses, such as `socket.AF_INET6`.
+      end: a stream socket, not connected, which it closes.
     """
 
-    def __init__(self, family: int) -> None:
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -65,10 +65,10 @@ class Connection:
             raise
 
     def connect(self, address: Any, until_s: float) -> None:
-        """Connects to an address of the family.
+        """Connects.
 
         Args:
-          address: as `socket.getaddrinfo` gives it.
+          address: as `socket.getaddrinfo` gives it, of the family of the socket.
           until_s: when it gives up, by `time.monotonic`.
         Raises:
           OSError: it cannot.

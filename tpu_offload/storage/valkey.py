@@ -237,6 +237,8 @@ class ValkeyTier(StorageTier):
         theirs = (found or b"").decode("ascii", "replace")
         if len(theirs) == len(new_generation()) and theirs.isalnum() and theirs not in self._left:
             return theirs
+        if ours in self._left:  # by a `clear` since this began, which names another
+            return ours
         ours = ours or new_generation()
         client.set(self._marker, ours)
         return ours

@@ -170,7 +170,7 @@ class RecordConnections:
         raise OSError("the name has no address")
 
     def _new(self, family: int) -> Connection:
-        connection = Connection(family)
+        connection = Connection(socket.socket(family, socket.SOCK_STREAM))
         with self._lock:
             if not self._is_closed:
                 self._in_use.add(connection)

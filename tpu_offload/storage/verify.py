@@ -19,7 +19,7 @@ from tpu_offload.storage.format import (
 )
 from tpu_offload.storage.inspection import StoredRecord, StoreInspector
 
-_NUM_THREADS = 4
+NUM_THREADS = 4
 _MAX_SUSPECTS = 1000  # that are read again
 _MAX_FAILURES = 8  # reads in a row that fail before it gives up
 
@@ -128,12 +128,12 @@ class Verification:
         Raises:
           OSError: the store cannot be read at all.
         """
-        executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tpu_offload-verify")
+        executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tpu_offload-verify")
         left = iter(records)
         waiting: collections.deque[tuple[StoredRecord, Future[tuple[Verdict, str, int]]]] = collections.deque()
         try:
             while not stops():
-                for record in itertools.islice(left, 2 * _NUM_THREADS - len(waiting)):
+                for record in itertools.islice(left, 2 * NUM_THREADS - len(waiting)):
                     waiting.append((record, executor.submit(self._verify, record)))
                 if not waiting:
                     break

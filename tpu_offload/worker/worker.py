@@ -53,8 +53,8 @@ _logger = logging.getLogger(__name__)
 
 _OFF = "offloading is off on this worker: it has no host pool"
 _NO_STORAGE = "this worker has no storage tier"
-_MAX_CLOSE_S = 20.0  # of the 30 s that Kubernetes leaves a pod to end in
-_MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs in between
+MAX_CLOSE_S = 20.0  # of the 30 s that Kubernetes leaves a pod to end in
+MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs in between
 
 Caches = list[jax.Array]
 
@@ -391,7 +391,7 @@ class OffloadWorker:
                 self._storage.write(writes)
             self._jobs.raise_watermark(plan.next_job_id)
 
-    def poll(self, *, wait: bool = False, wait_s: float = _MAX_WAIT_S) -> StepReport:
+    def poll(self, *, wait: bool = False, wait_s: float = MAX_WAIT_S) -> StepReport:
         """Reports the jobs that ended since the last call.
 
         Args:
@@ -402,7 +402,7 @@ class OffloadWorker:
         """
         if self.has_flights:
             self._collect()
-            until_s = time.monotonic() + min(wait_s, _MAX_WAIT_S) if wait else 0.0
+            until_s = time.monotonic() + min(wait_s, MAX_WAIT_S) if wait else 0.0
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
         state = self._state()
@@ -453,10 +453,10 @@ class OffloadWorker:
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended are never reported.
 
-        It waits at most the job timeout or `_MAX_CLOSE_S`; copies still in flight then are left to the runtime.
+        It waits at most the job timeout or `MAX_CLOSE_S`; copies still in flight then are left to the runtime.
         """
         waiting_on = [array for copies in self._copies for array in copies.waiting_on(all_of_them=True)]
-        timeout_s = min(self._timeout_s, _MAX_CLOSE_S)
+        timeout_s = min(self._timeout_s, MAX_CLOSE_S)
         if not wait_for_all(waiting_on, timeout_s=timeout_s):
             num_left = sum(not is_ready(array) for array in waiting_on)
             _logger.error("closing with %d copies still in flight after %g s", num_left, timeout_s)

@@ -36,11 +36,11 @@ def describe_caches(runner: Any) -> KVLayout:
         groups=groups,
         states=of_states,
         null_block=NULL_BLOCK if groups or of_states else None,
-        stage_layers=_stage_layers(runner),
+        stage_layers=stage_layers(runner),
     )
 
 
-def _stage_layers(runner: Any) -> str:
+def stage_layers(runner: Any) -> str:
     """Which layers of the model a pipeline stage has; empty without stages.
 
     Not from its arrays: tpu-inference gives several stages the same number of them, though they have different layers.

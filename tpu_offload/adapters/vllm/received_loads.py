@@ -39,6 +39,10 @@ class ReceivedLoads:
         """It is scheduled, has lost its blocks, or has ended."""
         self._request_ids.discard(request_id)
 
+    def check_empty(self) -> None:
+        """Raises AssertionError if something is left, for tests after the last request."""
+        assert not self._request_ids, "requests that have ended"
+
     def _reset_prefix_cache(self) -> bool:
         waiting = [request for request in self._holding() if any(self._manager.get_block_ids(request.request_id))]
         # All or none: one without blocks is queued before those that hold some, and might never get theirs.

@@ -105,6 +105,11 @@ class Rollback:
             self._roll_back(requests[request_id], tables[request_id], first)
         return list(firsts)
 
+    def check_empty(self) -> None:
+        """Raises AssertionError if something is left, for tests after the last request."""
+        assert not self._awaiting_stale_output, "requests that skip steps"
+        assert not self._session_block_ids, "sessions that have ended"
+
     def _roll_back(self, request: "Request", table: Sequence[int], first: int) -> None:
         """Has a request recomputed from block `first` of its table on."""
         num_tokens = first * self._block_size

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_MAX_SILENT_S = 10.0  # without a result, an engine that computes nothing goes on with steps for so long
+MAX_SILENT_S = 10.0  # without a result, an engine that computes nothing goes on with steps for so long
 _MAX_STEPS_WITHOUT_LAYOUT = 16  # in which requests wait; with pipeline stages the first report comes some steps later
 
 
@@ -80,6 +80,11 @@ class SchedulerSide:
       num_ranks: data-parallel ranks of the engine, each with a scheduler side like this one.
       has_drafts: the engine decodes speculatively.
       clock: monotonic seconds.
+
+    Attributes:
+      num_workers: see above.
+      scheduler_id: identifies it in messages, as `PlanMessage.scheduler_id`.
+
     Raises:
       ConfigError: the eviction policy cannot be created.
     """
@@ -117,7 +122,7 @@ class SchedulerSide:
             hashes=self._hashes,
         )
         self._load_timing = LoadTiming(sync_load=bool(config.sync_load), block_size=block_size)
-        self._scheduler_id = uuid.uuid4().hex
+        self.scheduler_id = uuid.uuid4().hex
         self._has_ranks, self._has_drafts = num_ranks > 1, has_drafts
         # A `DPScheduler` alone makes no steps for copies in flight, see `rank_reports`.
         self._clock = StepClock(clock) if self._has_ranks else clock
@@ -296,7 +301,7 @@ class SchedulerSide:
             invalid_block_ids=self._rollback.begin_step(),
             tainted=self._tainted.request_ids,
             finished_req_ids=frozenset(output.finished_req_ids),
-            scheduler_id=self._scheduler_id,
+            scheduler_id=self.scheduler_id,
         )
         if isinstance(self._clock, StepClock):
             self._clock.step()
@@ -352,7 +357,7 @@ class SchedulerSide:
         if messages is None:
             return
         assert isinstance(messages, ReportMessages), f"a report of {type(messages)}"
-        message = messages.of_schedulers.get(self._scheduler_id)
+        message = messages.of_schedulers.get(self.scheduler_id)
         if message is None:
             return
         for request_id, block_ids in message.tainted:
@@ -474,7 +479,7 @@ class SchedulerSide:
         if self._offload is None or not self._offload.has_jobs:
             return False
         since_s = self._silent_since_s
-        return self._offload.has_loads or since_s is None or self._clock() < since_s + _MAX_SILENT_S
+        return self._offload.has_loads or since_s is None or self._clock() < since_s + MAX_SILENT_S
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """KV events of the host tier, for routers. A chunk is named by the hash of its last block, as in vLLM's own."""
@@ -507,6 +512,18 @@ class SchedulerSide:
         """Raises AssertionError if the scheduler's tables are inconsistent. For tests."""
         if self._offload is not None:
             self._offload.check_invariants()
+
+    def check_empty(self) -> None:
+        """Raises AssertionError if something is left of a request, for tests after the last one."""
+        assert not self._active, "requests that hold blocks"
+        assert not self._promised, "promised tokens"
+        assert not self._awaited, "loads that vLLM waits for"
+        assert not self._failed_loads | self._to_requeue, "requests whose load has failed"
+        assert not self._unfinished.keys() | self._limits.keys(), "requests that have ended"
+        assert not self._tainted.request_ids, "tainted requests that have ended"
+        self._load_timing.check_empty()
+        self._received.check_empty()
+        self._rollback.check_empty()
 
     def _active_request(self, request_id: str) -> "Request | None":
         entry = self._active.get(request_id)

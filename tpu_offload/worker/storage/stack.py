@@ -95,7 +95,7 @@ class StorageStack:
     ) -> StorageCopies:
         settings, pools = config.storage_tiers[tier_id], self._pools[rank]
         if find_tier(settings.name).is_shared:
-            holder_id = _holder_id(pools[0].memories[0].spec, rank, worker_id=self._worker_id)
+            holder_id = shared_holder_id(pools[0].memories[0].spec, rank, worker_id=self._worker_id)
         else:
             holder_id = self._worker_id * self._num_ranks + rank
         record_format = RecordFormat(
@@ -226,7 +226,7 @@ class StorageStack:
         self._jobs.drop_ref([job.job_id], error)
 
 
-def _holder_id(spec: TransferSpec, rank: int, *, worker_id: int) -> int:
+def shared_holder_id(spec: TransferSpec, rank: int, *, worker_id: int) -> int:
     """By which number a shared tier has the records of a rank and this worker.
 
     On several hosts the worker's number among those that have devices of the rank: so ranks share what they store
