@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from tests.inside import tier_context
+from tests.inside.scheduler import tier_context
 
 
 def draw_from(seed: str, scheduler: Any) -> None:

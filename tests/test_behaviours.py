@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
-from tests.inside import chunk_index
+from tests.inside.scheduler import chunk_index
 from tests.jobs import host_block_ids
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with

@@ -10,7 +10,7 @@ import pytest
 
 from tests.core.fakes import LAYOUT, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tests.inside import chunk_states, job_table, request_table, slot_of_chunk, swapped_requests
+from tests.inside.scheduler import chunk_states, job_table, request_table, slot_of_chunk, swapped_requests
 from tests.worker.engine import Engine as WorkerEngine
 from tpu_offload import (
     BlockHasher,

@@ -21,7 +21,7 @@ from tests.given import (
     bad_table,
     broken_iterator,
 )
-from tests.inside import chunk_index, job_table, request_table
+from tests.inside.scheduler import chunk_index, job_table, request_table
 from tests.snapshot import differences, snapshot
 from tpu_offload import (
     CachedPrefix,

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.adapters.llm_runs import CONNECTOR, ENGINE, MODELS, _sampling
 from tests.adapters.rank_runs import install_probes, states_of_ranks
-from tests.inside import connector_scheduler
+from tests.inside.connector import connector_scheduler
 
 _SCARCE_NBYTES = 1_000_000  # free memory of host 1
 
@@ -130,7 +130,7 @@ def set_weights(worker: Any) -> None:
 def inject(worker: Any, host: int, rates: dict[str, float]) -> None:
     import jax
 
-    from tests.inside import tier_groups
+    from tests.inside.worker import tier_groups
     from tests.multiprocess.faulty import DispatchLog
     from tests.multiprocess.messages import Faults
 

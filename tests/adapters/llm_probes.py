@@ -9,7 +9,7 @@ import os
 import signal
 from typing import Any
 
-from tests.inside import arena_segments, tier_groups, worker_storage_tier
+from tests.inside.worker import arena_segments, tier_groups, worker_storage_tier
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl

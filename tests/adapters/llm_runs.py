@@ -50,7 +50,8 @@ from tests.adapters.llm_probes import (
     shuffle_host_memory,
     simulated_hbm,
 )
-from tests.inside import connector_scheduler, tier_groups
+from tests.inside.connector import connector_scheduler
+from tests.inside.worker import tier_groups
 from tests.ports import free_ports
 
 QWEN3 = {

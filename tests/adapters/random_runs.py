@@ -17,7 +17,7 @@ from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, PAGE_SHAPE, VOCA
 from tests.adapters.kv_router import KVRouter
 from tests.adapters.random_modes import MODES
 from tests.adapters.scheduler_stack import Stack, take_caches
-from tests.inside import last_report, tier_groups
+from tests.inside.worker import last_report, tier_groups
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 

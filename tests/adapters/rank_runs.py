@@ -120,7 +120,7 @@ class RankedRun(RankedSteps):
 
     def confuse_ranks(self) -> None:
         """Plants the fault that every rank copies to and from the places of the first."""
-        from tests.inside import change_ranks, tier_groups
+        from tests.inside.worker import change_ranks, tier_groups
 
         for copies in tier_groups(self.worker):
             change_ranks(copies, lambda ranks: 0 * ranks)

@@ -39,15 +39,9 @@ from tests.adapters.engine_config import EOS, kv_cache_config, make_config
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix
 from tests.adapters.hashed_passes import Passes
 from tests.adapters.hashed_runner import Runner
-from tests.inside import (
-    connector_scheduler,
-    event_sources,
-    invalid_block_ids,
-    open_loads,
-    request_table,
-    tier_group,
-    tier_groups,
-)
+from tests.inside.connector import connector_scheduler, event_sources, invalid_block_ids, open_loads
+from tests.inside.scheduler import request_table
+from tests.inside.worker import tier_group, tier_groups
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage, ReportMessages
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide

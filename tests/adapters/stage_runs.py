@@ -18,7 +18,8 @@ from tests.adapters.llm_probes import (
 )
 from tests.adapters.llm_runs import EngineRun, main
 from tests.adapters.rank_runs import RankedSteps
-from tests.inside import open_loads, tier_groups
+from tests.inside.connector import open_loads
+from tests.inside.worker import tier_groups
 
 
 class StageRun(EngineRun):

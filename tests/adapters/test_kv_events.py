@@ -11,7 +11,7 @@ from tests.adapters.llm_client import ours
 from tests.adapters.scheduler_stack import Stack, hold_saves, prompt
 from tests.adapters.test_checkpoints import EMPTY_HBM, PROMPTS
 from tests.adapters.test_hybrid_models import BLOCK, MANY_BLOCKS, WINDOW, answers, num_cached
-from tests.inside import event_sources
+from tests.inside.connector import event_sources
 from tpu_offload import TierEvent, TierEventKind
 from tpu_offload.adapters.vllm.event_sources import BlockSources
 from tpu_offload.adapters.vllm.kv_events import EventGroup, event_groups, to_kv_events

@@ -6,7 +6,8 @@ from vllm.v1.request import RequestStatus
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt
 from tests.adapters.test_partial_loads import computed
-from tests.inside import load_timing, tier_group
+from tests.inside.connector import load_timing
+from tests.inside.worker import tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
-from tests.inside import request_table
+from tests.inside.scheduler import request_table
 from tpu_offload import RequestLimits
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 

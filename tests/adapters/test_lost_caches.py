@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import Stack, lose_caches, make_stack, prompt, save_prompt
-from tests.inside import last_report
+from tests.inside.worker import last_report
 from tpu_offload.adapters.vllm import worker_side
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]

@@ -6,7 +6,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt, save_prompt
-from tests.inside import storage_planner, tier_group
+from tests.inside.scheduler import storage_planner
+from tests.inside.worker import tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]

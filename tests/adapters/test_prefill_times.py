@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
 from tests.compiled import interpreted_only
-from tests.inside import tier_context
+from tests.inside.scheduler import tier_context
 from tpu_offload.adapters.vllm.prefill_times import PrefillTimes, PrefillWork, prefill_work
 
 pytestmark = [pytest.mark.vllm, interpreted_only]

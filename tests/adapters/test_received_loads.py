@@ -8,7 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.adapters.random_runs import BLOCK_NBYTES
 from tests.adapters.scheduler_stack import GB, broken, make_stack, prompt, save_prompt, writing_call
-from tests.inside import tier_groups
+from tests.inside.worker import tier_groups
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,9 @@ from tests.adapters.scheduler_stack import (
     prompt,
     save_prompt,
 )
-from tests.inside import last_report, promised_requests, request_table, tier_group
+from tests.inside.connector import promised_requests
+from tests.inside.scheduler import request_table
+from tests.inside.worker import last_report, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm

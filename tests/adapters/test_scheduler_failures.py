@@ -16,7 +16,8 @@ from tests.adapters.scheduler_stack import (
     reports_of,
     save_prompt,
 )
-from tests.inside import chunk_index, hold_loads, slot_of_chunk, tier_group
+from tests.inside.scheduler import chunk_index, slot_of_chunk
+from tests.inside.worker import hold_loads, tier_group
 from tpu_offload import StepReport
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction

@@ -6,7 +6,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import broken, make_stack, prompt, save_prompt
-from tests.inside import last_report, request_table, tier_group
+from tests.inside.scheduler import request_table
+from tests.inside.worker import last_report, tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm

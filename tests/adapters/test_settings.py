@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
-from tests.inside import eviction_policy
+from tests.inside.scheduler import eviction_policy
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm import settings
 from tpu_offload.adapters.vllm.names import CONNECTOR_NAME

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt, reports_of
-from tests.inside import hold_loads, tier_group
+from tests.inside.worker import hold_loads, tier_group
 from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction

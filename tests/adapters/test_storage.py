@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
 from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
-from tests.inside import worker_storage_tier
+from tests.inside.worker import worker_storage_tier
 from tests.storage.memory_tier import FAULTY, SHARED, SharedTier
 from tpu_offload.adapters.vllm import scheduler_side
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, make_stack, prompt, save_prompt
-from tests.inside import tainted_requests
+from tests.inside.connector import tainted_requests
 from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 
 pytestmark = pytest.mark.vllm

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tests.inside import chunk_index, load_planner, request_table, slot_of_chunk, tier_context
+from tests.inside.scheduler import chunk_index, load_planner, request_table, slot_of_chunk, tier_context
 from tpu_offload import LayerGroupKind, OffloadScheduler, TierEventKind
 from tpu_offload.core.index import ChunkState
 from tpu_offload.hashing import last_block_hash

@@ -6,7 +6,7 @@ from tests.core.fakes import FakeEngine, FakeWorker, tokens
 from tests.core.router import Router, num_in_host_tier
 from tests.core.test_states import state_engine
 from tests.core.window_engine import WindowEngine
-from tests.inside import chunk_index, job_table
+from tests.inside.scheduler import chunk_index, job_table
 from tpu_offload import JobKind, TierEvent, TierEventKind
 from tpu_offload.core import inspection
 from tpu_offload.core.index import Checkpoint, ChunkIndex, NewPiece

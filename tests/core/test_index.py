@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.inside import slots_in
+from tests.inside.scheduler import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.types import ChunkKey, Pool

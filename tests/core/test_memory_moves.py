@@ -9,7 +9,7 @@ import pytest
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.policies import example
 from tests.core.window_engine import WindowEngine
-from tests.inside import segment_moves, set_pool_balance, tier_context
+from tests.inside.scheduler import segment_moves, set_pool_balance, tier_context
 from tests.opcodes import num_opcodes
 from tpu_offload import BlockHash, ChunkKey, EvictionPolicy, HostDivision, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex, PoolBalance, PoolMove, checkpoints

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
-from tests.inside import job_table
+from tests.inside.scheduler import job_table
 from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.types import BlockHash

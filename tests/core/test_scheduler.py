@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
-from tests.inside import request_table
+from tests.inside.scheduler import request_table
 from tests.jobs import host_block_ids
 from tpu_offload import (
     FailedLoad,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.inside import prompt_ends, run_table, tracked_runs
+from tests.inside.policy import prompt_ends, run_table, tracked_runs
 from tests.opcodes import num_opcodes
 from tpu_offload import (
     BlockHash,

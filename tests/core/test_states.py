@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
 from tests.core.window_engine import NULL, WindowEngine, window_layout
-from tests.inside import checkpoint_table, host_pools, tier_context
+from tests.inside.scheduler import checkpoint_table, host_pools, tier_context
 from tpu_offload import (
     BlockHash,
     ChunkKey,

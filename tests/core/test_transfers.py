@@ -8,7 +8,7 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tests.inside import chunk_index, chunk_states, request_table, save_planner, tier_context
+from tests.inside.scheduler import chunk_index, chunk_states, request_table, save_planner, tier_context
 from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff

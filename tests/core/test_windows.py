@@ -10,7 +10,7 @@ from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_faults import FaultyLife
 from tests.core.window_lives import RandomLife
-from tests.inside import eviction_policy
+from tests.inside.scheduler import eviction_policy
 from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
 from tpu_offload.types import Direction, JobKind
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
-from tests.inside import active_sequences, engine_scheduler
+from tests.inside.engine import active_sequences, engine_scheduler
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 

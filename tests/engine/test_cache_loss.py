@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.grids import few
-from tests.inside import engine_scheduler, one_worker
+from tests.inside.engine import engine_scheduler, one_worker
 from tpu_offload import JobKind, OffloadConfig
 from tpu_offload.engine import Engine, Seams
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tests.grids import few
-from tests.inside import offloading
+from tests.inside.engine import offloading
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.types import Direction

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
-from tests.inside import engine_scheduler, kv_blocks
+from tests.inside.engine import engine_scheduler, kv_blocks
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 

@@ -21,7 +21,8 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_save_modes import results
 from tests.grids import few, few_setups
-from tests.inside import offload_scheduler, one_worker, tier_context
+from tests.inside.engine import offload_scheduler, one_worker
+from tests.inside.scheduler import tier_context
 from tpu_offload import ConfigError, JobKind, OffloadConfig
 from tpu_offload.engine import Engine
 from tpu_offload.engine.offloading import Seams

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, cached_hashes, make_request, random_tokens
 from tests.engine.test_scheduler import add, make_scheduler, step, step_until
-from tests.inside import active_sequences, block_manager, kv_blocks, preempt_sequence, state_rows
+from tests.inside.engine import active_sequences, block_manager, kv_blocks, preempt_sequence, state_rows
 from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.kv_blocks import KVBlocks, num_skipped_blocks

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY
-from tests.inside import one_worker
+from tests.inside.engine import one_worker
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, Request, SamplingParams
 

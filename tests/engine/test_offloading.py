@@ -20,7 +20,8 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tests.grids import few
-from tests.inside import offload_scheduler, one_worker, tier_group
+from tests.inside.engine import offload_scheduler, one_worker
+from tests.inside.worker import tier_group
 from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction, JobKind

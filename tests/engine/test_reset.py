@@ -9,7 +9,7 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tests.engine.test_cache_loss import check_at_rest, make_engine
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
 from tests.engine.test_swap import FakeSwap
-from tests.inside import (
+from tests.inside.engine import (
     active_sequences,
     block_manager,
     engine_scheduler,
@@ -17,9 +17,9 @@ from tests.inside import (
     launch_empty_batch,
     offload_scheduler,
     preempt_sequence,
-    tier_context,
     waiting_sequences,
 )
+from tests.inside.scheduler import tier_context
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, Seams
 from tpu_offload.engine.request import PromptTokens

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens, serve
 from tests.engine.test_scheduler import make_scheduler, step
-from tests.inside import active_sequences, engine_scheduler, kv_blocks, launch_empty_batch, preempt_sequence
+from tests.inside.engine import active_sequences, engine_scheduler, kv_blocks, launch_empty_batch, preempt_sequence
 from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason, SamplingParams
 from tpu_offload.engine.sequence import Phase, Sequence

@@ -19,7 +19,7 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tests.grids import few, few_setups
-from tests.inside import one_worker
+from tests.inside.engine import one_worker
 from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, make_request, random_tokens, serve
 from tests.engine.test_hybrid import NUM_TURNS, converse, first_turns, results
-from tests.inside import engine_scheduler, kv_blocks, state_rows
+from tests.inside.engine import engine_scheduler, kv_blocks, state_rows
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 

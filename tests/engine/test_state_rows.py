@@ -5,7 +5,7 @@ import pytest
 from tests.engine.helpers import cached_hashes, make_request, random_tokens
 from tests.engine.test_kv_blocks import TOKENS, hybrid, serve_alone
 from tests.engine.test_scheduler import add, step, step_until
-from tests.inside import kv_blocks, preempt_sequence, row_manager, state_rows
+from tests.inside.engine import kv_blocks, preempt_sequence, row_manager, state_rows
 from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.sequence import Phase, Sequence

@@ -20,7 +20,8 @@ from tests.engine.test_hybrid_tier import TIGHT, make_offload
 from tests.engine.test_reset import ask, computed, finish, push_out
 from tests.engine.test_save_modes import results
 from tests.grids import few
-from tests.inside import offload_scheduler, one_worker, tier_context
+from tests.inside.engine import offload_scheduler, one_worker
+from tests.inside.scheduler import tier_context
 from tpu_offload import JobKind
 from tpu_offload.engine import Engine
 

@@ -7,17 +7,16 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
-from tests.inside import (
-    arena_segments,
+from tests.inside.engine import (
     engine_scheduler,
     kv_blocks,
     offload_scheduler,
     offloading,
     one_worker,
     preempt_sequence,
-    swap_groups,
     waiting_sequences,
 )
+from tests.inside.worker import arena_segments, swap_groups
 from tpu_offload import OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.engine.sequence import Phase, Sequence

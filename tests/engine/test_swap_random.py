@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.engine.helpers import SMALL_ENGINE, STATEFUL, TINY, WINDOWED, make_request, random_tokens
 from tests.grids import few
-from tests.inside import engine_scheduler, kv_blocks, one_worker, swap_groups
+from tests.inside.engine import engine_scheduler, kv_blocks, one_worker
+from tests.inside.worker import swap_groups
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena

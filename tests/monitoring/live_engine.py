@@ -16,7 +16,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
-from tests.inside import engine_scheduler, kv_blocks, offload_scheduler, offloading, one_worker, tier_group
+from tests.inside.engine import engine_scheduler, kv_blocks, offload_scheduler, offloading, one_worker
+from tests.inside.worker import tier_group
 from tpu_offload import FinishedTransfer, OffloadConfig, OffloadScheduler, StatsCollector, StepReport, Update
 from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.metrics import LOAD_DURATION, METRICS, PREFIX, SAVE_DURATION, SWAP_FIELDS, VLLM_PREFIX, HistogramSpec

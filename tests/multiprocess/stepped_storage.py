@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
-from tests.inside import worker_storage
+from tests.inside.worker import worker_storage
 from tpu_offload import OffloadWorker
 from tpu_offload.storage import StorageSpec, StorageTier
 from tpu_offload.worker.arrays import is_ready

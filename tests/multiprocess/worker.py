@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from tests.inside import set_lockstep
+from tests.inside.worker import set_lockstep
 from tests.multiprocess.device import Device
 from tests.multiprocess.faulty import DispatchLog
 from tests.multiprocess.messages import Begin, End, Faults, Plans, Reply, Setup, Step

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
-from tests.inside import storage_planners
+from tests.inside.scheduler import storage_planners
 from tests.sim.traces import chats, make_trace
 from tests.storage.memory_tier import NAME
 from tpu_offload import (

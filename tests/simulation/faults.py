@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
-from tests.inside import workers_of
+from tests.inside.scheduler import workers_of
 from tests.simulation.channel import Channel
 from tests.simulation.memory import mix
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from tests.inside import (
+from tests.inside.scheduler import (
     checkpoint_table,
     chunk_index,
     job_table,

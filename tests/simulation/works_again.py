@@ -6,7 +6,7 @@ The checks during a run find wrong bytes. What is never saved, or never found, h
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.inside import chunk_index
+from tests.inside.scheduler import chunk_index
 from tests.simulation.memory import Violation
 
 if TYPE_CHECKING:

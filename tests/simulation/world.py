@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, final
 
-from tests.inside import segment_moves, set_pool_balance, tier_context, workers_of
+from tests.inside.scheduler import segment_moves, set_pool_balance, tier_context, workers_of
 from tests.jobs import host_block_ids
 from tests.resets import draw_from
 from tests.simulation import leftovers

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.inside import one_worker, worker_storage
+from tests.inside.engine import one_worker
+from tests.inside.worker import worker_storage
 from tests.soak import soak
 from tpu_offload.engine import Engine
 from tpu_offload.worker.arrays import wait_for_all

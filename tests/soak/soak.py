@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import psutil
 
-from tests.inside import storage_tier
+from tests.inside.engine import storage_tier
 from tests.soak import report as soak_report
 from tests.soak.container_census import SizeHistory, container_sizes
 from tests.soak.faults import Fault, Faults

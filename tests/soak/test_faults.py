@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.inside import lost_segments, tier_group
+from tests.inside.worker import lost_segments, tier_group
 from tests.soak.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tests.worker.engine import FAILED, FINISHED, Engine
 from tpu_offload.errors import CachesLostError

@@ -9,7 +9,7 @@ from typing import Any
 from tests.core.fakes import POISON, FakeWorker
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
-from tests.inside import current_namespace, storage_planner, storage_planners, tier_context
+from tests.inside.scheduler import current_namespace, storage_planner, storage_planners, tier_context
 from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, ROWS, FakeEngine, FakeWorker
-from tests.inside import current_namespace, storage_planners
+from tests.inside.scheduler import current_namespace, storage_planners
 from tests.storage.memory_tier import NAME
 from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from tests.core.fakes import LAYOUT, POISON
-from tests.inside import storage_planner, storage_stack_planner, tier_context
+from tests.inside.scheduler import storage_planner, storage_stack_planner, tier_context
 from tests.storage.fakes import StorageEngine, StorageWorker
 from tests.storage.lives import Life, run_many
 from tpu_offload import JobResult, JobState, OffloadStats, StepPlan, StepReport, Update

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import (
+from tests.inside.scheduler import (
     chunk_index,
     current_namespace,
     job_table,

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, final
 
 from tests.engine.helpers import TINY, make_request, random_tokens, serve
-from tests.inside import offload_scheduler, storage_planner
+from tests.inside.engine import offload_scheduler
+from tests.inside.scheduler import storage_planner
 from tests.storage import killed_server, servers, stores
 from tests.storage.killed_server import Killer
 from tests.storage.objects import wait_until_swept

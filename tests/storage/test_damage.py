@@ -14,7 +14,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from tests.inside import asker, server_key
+from tests.inside.servers import asker, server_key
 from tests.storage import servers, small_disk_child
 from tests.storage.conformance import FORMAT, SPEC, key_of, new_record, payload, read, sealed, write
 from tests.storage.objects import object_of, store_of

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, serve_rounds, tokens_of
 from tests.grids import few
-from tests.inside import model_runner, offloading, one_worker, storage_tier
+from tests.inside.engine import model_runner, offloading, one_worker, storage_tier
 from tests.storage import stores
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig

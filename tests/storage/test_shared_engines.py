@@ -12,16 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.helpers import TINY, make_request, num_loaded, random_tokens, rounds, serve_rounds, tokens_of
-from tests.inside import (
-    current_namespace,
-    engine_scheduler,
-    lookup_planner,
-    offload_scheduler,
-    offloading,
-    one_worker,
-    set_weights,
-    storage_planner,
-)
+from tests.inside.engine import engine_scheduler, offload_scheduler, offloading, one_worker, set_weights
+from tests.inside.scheduler import current_namespace, lookup_planner, storage_planner
 from tests.storage import servers
 from tests.storage.memory_tier import SHARED, SharedTier
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle, tier_of

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.core.fakes import LAYOUT
-from tests.inside import storage_planners, storage_stack_planner, tier_context
+from tests.inside.scheduler import storage_planners, storage_stack_planner, tier_context
 from tests.storage.fakes import StorageEngine, prompt
 from tests.storage.memory_tier import NAME
 from tests.test_config import make_layout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from glide_sync import InfoSection
 
-from tests.inside import asker, generation, record_connections, server_key
+from tests.inside.servers import asker, generation, record_connections, server_key
 from tests.storage import servers
 from tests.storage.conformance import (
     CHECKS,

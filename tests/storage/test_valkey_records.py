@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.inside import idle, in_use, set_timeout, socket_of
+from tests.inside.servers import idle, in_use, set_timeout, socket_of
 from tests.storage.fake_valkey import (
     LATE_S,
     NONE,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from glide_sync import GlideClient, GlideClientConfiguration, NodeAddress
 
-from tests.inside import idle, in_use, set_timeout, socket_of
+from tests.inside.servers import idle, in_use, set_timeout, socket_of
 from tests.storage import servers
 from tests.storage.fake_valkey import (
     LATE_S,

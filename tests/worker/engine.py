@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.caches import PAGE_SHAPE, logical_pages, random_array, random_caches
-from tests.inside import host_tier, set_lockstep, slot_pools, tier_group
+from tests.inside.worker import host_tier, set_lockstep, slot_pools, tier_group
 from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.inside import (
+from tests.inside.worker import (
     arena_segments,
     host_tier,
     slot_pools,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.core.fakes import tokens
-from tests.inside import arena_segments, host_tier, tier_groups
+from tests.inside.worker import arena_segments, host_tier, tier_groups
 from tests.worker.test_windows import PAGE_SHAPE, real_engine
 from tpu_offload import HostDivision, OffloadWorker, StepPlan
 from tpu_offload.kernels.reference import as_bytes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_array
-from tests.inside import arena_segments, lost_segments, rebuilt_segments, segment_structs, worker_jobs
+from tests.inside.worker import arena_segments, lost_segments, rebuilt_segments, segment_structs, worker_jobs
 from tests.jobs import host_block_ids
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.grids import few
-from tests.inside import change_ranks, tier_groups
+from tests.inside.worker import change_ranks, tier_groups
 from tests.jobs import copy_job, key_of, storage_job
 from tests.multiprocess.stepped_storage import PRIVATE, SHARED
 from tests.worker.rank_lives import Lives

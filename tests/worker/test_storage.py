@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.inside import slot_pools, storage_calls, storage_copies, worker_storage, worker_storage_tier
+from tests.inside.worker import slot_pools, storage_calls, storage_copies, worker_storage, worker_storage_tier
 from tests.jobs import key_of, storage_job
 from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
 from tests.worker.engine import (

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests.inside import worker_storage_tier
+from tests.inside.worker import worker_storage_tier
 from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, NAME, SHARED, MemoryTier
 from tests.worker.test_storage import FAILED, FINISHED, SIZE, StorageEngine

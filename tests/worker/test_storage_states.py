@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.caches import random_caches
-from tests.inside import host_tier, slot_pools, storage_copies, worker_storage_tier
+from tests.inside.worker import host_tier, slot_pools, storage_copies, worker_storage_tier
 from tests.jobs import key_of
 from tests.storage.memory_tier import FAULTY, MemoryTier
 from tests.worker.engine import FAILED, FINISHED, EngineBase, make_landings_slow

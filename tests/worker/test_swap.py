@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import DTYPES, random_caches
-from tests.inside import swap_groups
+from tests.inside.worker import swap_groups
 from tests.jobs import copy_job
 from tests.worker.engine import FAILED, FINISHED, EngineBase, Poisoned, broken, ending_with, wait_until_rebuilt
 from tpu_offload import CopyJob, CopyPart, HostStore, JobKind, KVLayout, OffloadConfig, OffloadWorker, StepPlan

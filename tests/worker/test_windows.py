@@ -12,7 +12,7 @@ from tests.caches import random_caches
 from tests.core.fakes import POISON, ROWS, tokens
 from tests.core.window_engine import WindowEngine
 from tests.core.window_lives import RandomLife
-from tests.inside import tier_groups
+from tests.inside.worker import tier_groups
 from tpu_offload import (
     ConfigError,
     CopyJob,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.policies.traffic import Tier, chain, conversations
-from tests.inside import lifetimes_of
+from tests.inside.policy import lifetimes_of
 from tpu_offload.core.policies import POLICIES, constant_rates, density
 from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
 from tpu_offload.core.policies.density import DensityPolicy

@@ -11,7 +11,7 @@ from tests.core.policies.density_model import SlowDensity
 from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tests.core.policies.traffic import Tier, chain, conversations
 from tests.grids import few
-from tests.inside import lifetimes_of, prompt_ends, run_queues, run_table, tracked_runs
+from tests.inside.policy import lifetimes_of, prompt_ends, run_queues, run_table, tracked_runs
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import storage_planner, write_candidates
+from tests.inside.scheduler import storage_planner, write_candidates
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.config import StorageAdmission
 from tpu_offload.core.storage.admission import AdmissionFilter

@@ -7,7 +7,7 @@ import pytest
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
 from tests.core.window_engine import WindowEngine, window_layout
-from tests.inside import (
+from tests.inside.scheduler import (
     checkpoint_table,
     chunk_index,
     current_namespace,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside import save_planner, slot_of_chunk, storage_planner
+from tests.inside.scheduler import save_planner, slot_of_chunk, storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
 from tpu_offload.types import JobKind

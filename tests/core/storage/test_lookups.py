@@ -7,7 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import lookup_planner, storage_planner, storage_stack_planner, write_candidates
+from tests.inside.scheduler import lookup_planner, storage_planner, storage_stack_planner, write_candidates
 from tests.storage.fakes import SharedEngine, StorageEngine, prompt
 from tests.storage.lives import live_shared
 from tpu_offload import JobResult, JobState, MatchState, RequestLimits

@@ -7,7 +7,7 @@ import pytest
 
 from tests.compiled import interpreted_only
 from tests.core.fakes import BLOCK_SIZE
-from tests.inside import chunk_index, chunk_states, eviction_policy, job_table, save_planner, storage_planner
+from tests.inside.scheduler import chunk_index, chunk_states, eviction_policy, job_table, save_planner, storage_planner
 from tests.storage import hard_lives
 from tests.storage.fakes import StorageEngine, StorageWorker, prompt
 from tests.storage.lives import live

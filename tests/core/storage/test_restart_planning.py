@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.inside import storage_planner
+from tests.inside.scheduler import storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
 

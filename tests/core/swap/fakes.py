@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock
-from tests.inside import job_table
+from tests.inside.scheduler import job_table
 from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
