@@ -2,7 +2,9 @@
 
 import dataclasses
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
@@ -116,6 +118,38 @@ def test_duplicate_late_and_unknown_results_change_nothing_and_are_counted() -> 
     engine.apply(workers[1], workers[1].finish())
     assert not engine.scheduler.has_jobs
     engine.scheduler.check_invariants()
+
+
+class Unnamed:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+@pytest.mark.parametrize("value", [np.array([3]), np.array([0, 1]), np.array([]), Unnamed(), (Unnamed(),), [], None])
+@pytest.mark.parametrize("name", ["num_swap_blocks", "lost_slots", "lost_swap_blocks", "num_host_slots", "worker_id"])
+def test_a_report_of_other_types_is_ignored(name, value):
+    engine = FakeEngine()
+    engine.scheduler.apply(dataclasses.replace(engine.workers[0].report(), **{name: value}))
+    assert engine.scheduler.stats().num_rejected_reports == 1
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["failed_blocks", "missing_chunks", "num_found", "job_id", "error", "duration_s"])
+def test_a_result_of_other_types_is_ignored(name):
+    engine = FakeEngine()
+    values: list[Any] = [np.array([3]), np.array([]), Unnamed(), None]
+    for value in values:
+        result = dataclasses.replace(JobResult(job_id=0, state=JobState.FINISHED), **{name: value})
+        engine.scheduler.apply(engine.workers[0].report([result]))
+    assert engine.scheduler.stats().num_rejected_reports == 4
+
+
+@pytest.mark.parametrize("can_wait", [0, None, np.False_, np.True_, 1])
+def test_can_wait_of_another_type(can_wait):
+    engine = FakeEngine()
+    hashes = [BlockHash(b"16 bytes of hash")]
+    match = engine.scheduler.match("a", hashes, num_tokens=5, num_computed_tokens=0, can_wait=can_wait)
+    assert match.num_tokens == 0
 
 
 def test_it_says_whether_loads_are_in_flight() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
@@ -409,6 +410,15 @@ def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
     held = dataclasses.replace(engine.held(request), num_computed_tokens=40, retained_tokens=given)
     with pytest.raises(RequestError, match="the retained_tokens of request a are"):
         engine.scheduler.plan_step([held])
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("given", [np.array([4, 8]), np.array([8]), np.array([], np.int64), range(8, 9), [8], (8,)])
+def test_retained_tokens_of_any_sequence(given) -> None:
+    engine = state_engine()
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    engine.scheduler.plan_step([dataclasses.replace(engine.held(request), retained_tokens=given)])
     engine.scheduler.check_invariants()
 
 

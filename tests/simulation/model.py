@@ -40,6 +40,7 @@ from tpu_offload import (
     StepPlan,
     StepReport,
 )
+from tpu_offload.core.breaker import BreakerState
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
@@ -622,7 +623,7 @@ class Model:
             ("swap ", tier_context(scheduler).swap_breakers, swaps | out),
         ):
             for direction, breaker in breakers.items():
-                if breaker.probe is not None:
+                if breaker.state is BreakerState.PROBING:
                     waiting.append(f"{kind}{direction.value}")
                     if (breaker.probe, direction) not in probes:
                         raise Violation(

@@ -419,6 +419,12 @@ MUTATIONS = (
         """,
     ),
     Mutation(
+        "a breaker whose probe is withdrawn waits for another",
+        "CircuitBreaker.cancel_probe",
+        "self._state, self._probe = BreakerState.OPEN, None",
+        "self._probe = None",
+    ),
+    Mutation(
         "a load in portions has the time of one",
         "LoadQueue._plan_job",
         "self._timeout_s * num_portions",

@@ -404,6 +404,11 @@ def test_a_full_server_refuses_and_goes_on(caplog):
         assert read(tier, key_of(0)) == payload(5)
 
 
+def test_a_replica_alone_is_refused(server, caplog):
+    with servers.running(servers.valkey("--replicaof", "127.0.0.1", str(server.port))) as replica:
+        assert "No primary node found" in refused(url(replica), caplog)
+
+
 def test_a_server_that_is_full_at_the_start_is_used_once_it_has_room(caplog, always_ask):
     with servers.running(servers.valkey(maxmemory="1kb", policy="noeviction")) as server, opened(server) as tier:
         (warning,) = caplog.messages

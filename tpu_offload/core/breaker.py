@@ -50,6 +50,11 @@ class CircuitBreaker:
         self._num_opened = 0
 
     @property
+    def state(self) -> BreakerState:
+        """Whether copies are planned, suspended, or one of them is being tried."""
+        return self._state
+
+    @property
     def closed(self) -> bool:
         """Whether copies are planned without restriction."""
         return self._state is BreakerState.CLOSED

@@ -13,7 +13,7 @@ boundaries where a step ends; at the others nothing is saved.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.block_tables import read_ids, read_tokens
 from tpu_offload.core.context import TierContext
@@ -96,9 +96,10 @@ class CheckpointSaves:
 
     def _retained(self, request: RequestState, scheduled: ScheduledRequest) -> list[int]:
         """The boundaries that the engine names, in chunks; those inside a chunk cannot be saved."""
-        if scheduled.retained_tokens == ():  # nearly always
+        given: Any = scheduled.retained_tokens
+        if type(given) is tuple and not given:  # nearly always
             return []
-        tokens = read_tokens(request.request_id, scheduled.retained_tokens, "retained_tokens")
+        tokens = read_tokens(request.request_id, given, "retained_tokens")
         return [num // self._chunk_tokens for num in tokens if num % self._chunk_tokens == 0]
 
     def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> Tail | None:

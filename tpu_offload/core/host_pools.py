@@ -175,8 +175,9 @@ class SegmentMoves:
 
     def accepts(self, report: StepReport) -> bool:
         """Notes how many segments a worker can have; whether its slots are those of the present division."""
-        if report.num_host_segments and report.num_host_segments != self._capacity[report.worker_id]:
-            self._capacity[report.worker_id] = report.num_host_segments
+        capacity = min(report.num_host_segments, self._segments.num_segments)
+        if capacity and capacity != self._capacity[report.worker_id]:
+            self._capacity[report.worker_id] = capacity
             self.reconsider()
         return report.division_id == self._id
 

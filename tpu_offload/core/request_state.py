@@ -197,7 +197,12 @@ class RequestState:
             return
         block_hash = block_hashes[last] if type(block_hashes) is list else b""
         if type(block_hash) is not bytes or not block_hash:
-            (block_hash,) = read_hashes(self.request_id, block_hashes, last, last + 1)
+            read = read_hashes(self.request_id, block_hashes, last, last + 1)
+            if not read:
+                raise RequestError(
+                    f"request {self.request_id} has fewer block hashes than the {last + 1} that it counts"
+                )
+            block_hash = read[0]
         if self.keys[-1] != block_hash + self.namespace:
             raise RequestError(
                 f"request {self.request_id}: the hash of block {last} differs from that of an earlier call; call "

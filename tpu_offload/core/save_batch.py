@@ -78,6 +78,8 @@ class SaveBatch:
       request_ids: the requests that hold the blocks.
     """
 
+    __slots__ = ("keys", "request_ids", "slots", "tables")
+
     def __init__(self, num_groups: int) -> None:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.keys: list[ChunkKey] = []

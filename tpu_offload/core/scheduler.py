@@ -190,7 +190,7 @@ class OffloadScheduler:
             num_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
             limits=own_limits,
-            can_wait=can_wait and self._config.load_wait_s > 0,
+            can_wait=bool(can_wait) and self._config.load_wait_s > 0,
             had_failed_load=self._transfers.has_failed_load(request_id),
         )
         if own_limits is not None:

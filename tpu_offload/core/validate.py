@@ -1,8 +1,8 @@
 """Validates engine calls and worker reports before they change any state.
 
-What comes from outside is `Any` here, also where its type was compared with the expected one: mypyc would check the
-fields of a `StepReport` against their annotations, with errors that say less (see tpu_offload/native.py). Hence
-`kind = type(report)` before a comparison, after which mypy takes a report for what it was.
+What comes from outside stays `Any` here: compiled, the fields of a `StepReport` would be checked against their
+annotations, with errors that say less (see tpu_offload/native.py). So `kind = type(report)` is compared in place of
+`type(report)`, after which mypy would take the report for a `StepReport`.
 """
 
 import dataclasses
@@ -102,7 +102,9 @@ def has_setup(report: Any) -> bool:
 def _report_error(report: Any, num_workers: int, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     slots = report.num_host_slots
     if type(slots) is not tuple or len(slots) != num_pools:
-        return f"slots of the host tier are {slots!r:.100}; expected a tuple with a count for each of {num_pools} pools"
+        return (
+            f"slots of the host tier are {one_line(slots)}; expected a tuple with a count for each of {num_pools} pools"
+        )
     if not (
         _is_count(report.worker_id)
         and _is_count(report.incarnation)
@@ -114,9 +116,11 @@ def _report_error(report: Any, num_workers: int, num_pools: int, num_groups: int
     ):
         ids = report.worker_id, report.incarnation, report.num_cache_losses
         numbers = (*ids, *slots, report.num_host_segments, report.division_id, report.oldest_job_id)
-        return f"worker, incarnation, losses, memory and oldest job are {numbers!r:.100}; expected integers from 0 on"
+        return (
+            f"worker, incarnation, losses, memory and oldest job are {one_line(numbers)}; expected integers from 0 on"
+        )
     if type(report.storage_job_ids) is not tuple or not _are_counts(report.storage_job_ids):
-        return f"storage jobs are {report.storage_job_ids!r:.100}; expected a tuple of integers from 0 on"
+        return f"storage jobs are {one_line(report.storage_job_ids)}; expected a tuple of integers from 0 on"
     if report.setup is not None:
         error = _setup_error(report.setup)
         if error:
@@ -293,27 +297,27 @@ def _result_error(result: Any) -> str:
     if kind is not JobResult:
         return f"a result is a {kind.__name__}; expected a JobResult"
     if not _is_count(result.job_id):
-        return f"a result of job {result.job_id!r:.100}; expected an integer from 0 on"
+        return f"a result of job {one_line(result.job_id)}; expected an integer from 0 on"
     state = result.state
     if state is not _FINISHED and (not isinstance(state, JobState) or state not in _ENDS):
-        return f"job {result.job_id} ended as {result.state!r:.100}; expected finished, failed or cancelled"
+        return f"job {result.job_id} ended as {one_line(result.state)}; expected finished, failed or cancelled"
     if type(result.error) is not str:
         return f"the error of job {result.job_id} is a {type(result.error).__name__}; expected text"
     seconds = duration_s, copy_s = result.duration_s, result.copy_s
     are_plain = type(duration_s) is float is type(copy_s) and 0.0 <= duration_s < _MAX_S > copy_s >= 0.0
     if not are_plain and not _are_seconds(seconds):
-        return f"job {result.job_id} took {seconds!r:.100} seconds; expected numbers from 0 on"
+        return f"job {result.job_id} took {one_line(seconds)} seconds; expected numbers from 0 on"
     failed = result.failed_blocks
     if type(failed) is not tuple or not _are_counts(failed):
-        return f"the failed blocks of job {result.job_id} are {failed!r:.100}; expected positions from 0 on"
+        return f"the failed blocks of job {result.job_id} are {one_line(failed)}; expected positions from 0 on"
     missing = result.missing_chunks
     if type(missing) is not tuple or not _are_counts(missing):
-        return f"the missing chunks of job {result.job_id} are {missing!r:.100}; expected positions from 0 on"
+        return f"the missing chunks of job {result.job_id} are {one_line(missing)}; expected positions from 0 on"
     num_found = result.num_found
     if type(num_found) is not tuple or not _are_counts(num_found):
-        return f"lookup {result.job_id} has found {num_found!r:.100}; expected a tuple of integers from 0 on"
+        return f"lookup {result.job_id} has found {one_line(num_found)}; expected a tuple of integers from 0 on"
     if state is _FINISHED and (result.error or failed):
-        return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
+        return f"job {result.job_id} finished with an error: {one_line(result.error)}, failed blocks {one_line(failed)}"
     return ""
 
 
@@ -338,7 +342,7 @@ def _setup_error(setup: Any) -> str:
         or not all(type(name) is str for name in names)
         or not all(type(entries) is tuple and _are_counts(entries) for entries in tuples)
     ):
-        return f"the setup of a worker is {setup!r:.200}; expected counts and names"
+        return f"the setup of a worker is {one_line(setup)}; expected counts and names"
     return _storage_error(setup)
 
 
@@ -346,30 +350,31 @@ def _storage_error(setup: Any) -> str:
     """Why a worker's fields about storage are invalid, with one entry for each tier; empty if they are valid."""
     chunks, stored, shares = setup.storage_chunks, setup.stored_keys, setup.shares_storage
     if not all(type(entries) is tuple for entries in (chunks, stored, shares)) or not _are_counts(chunks):
-        return f"the storage of a worker has the sizes {chunks!r:.100}; expected tuples, and of sizes counts"
+        return f"the storage of a worker has the sizes {one_line(chunks)}; expected tuples, and of sizes counts"
     if not len(chunks) == len(stored) == len(shares):
         return f"a worker has {len(chunks)} sizes of tiers, {len(stored)} lists of keys and {len(shares)} that share"
     for listed in stored:
         if listed is not None and (type(listed) is not tuple or not all(type(key) is bytes and key for key in listed)):
             return "the stored keys of a worker are not tuples of bytes, or None"
     if not all(type(is_shared) is bool for is_shared in shares):
-        return f"the setup of a worker has shares_storage={shares!r:.200}; expected a bool for each tier"
+        return f"the setup of a worker has shares_storage={one_line(shares)}; expected a bool for each tier"
     return ""
 
 
 def _memory_error(report: Any, *, num_pools: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why the report's host memory fields are invalid; empty if they are valid."""
     blocks, lost_blocks, lost_slots = report.num_swap_blocks, report.lost_swap_blocks, report.lost_slots
-    if (blocks, lost_blocks, lost_slots) == ((), (), ()):  # nearly always
+    are_tuples = type(blocks) is tuple and type(lost_blocks) is tuple and type(lost_slots) is tuple
+    if are_tuples and not (blocks or lost_blocks or lost_slots):  # nearly always
         return ""
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
-        return f"blocks of the swap pool are {blocks!r:.100}; expected a count for each of {num_groups} layer groups"
+        return f"blocks of the swap pool are {one_line(blocks)}; expected a count for each of {num_groups} layer groups"
     if blocks and max(blocks) > max_swap_blocks:
-        return f"blocks of the swap pool are {blocks!r:.100}; expected at most {max_swap_blocks}"
+        return f"blocks of the swap pool are {one_line(blocks)}; expected at most {max_swap_blocks}"
     if not _are_ranges(lost_slots, num_pools):
-        return f"lost slots are {lost_slots!r:.100}; expected ranges (pool, first, end) in {num_pools} pools"
+        return f"lost slots are {one_line(lost_slots)}; expected ranges (pool, first, end) in {num_pools} pools"
     if not _are_ranges(lost_blocks, num_groups):
-        return f"lost swap blocks are {lost_blocks!r:.100}; expected ranges (group, first, end)"
+        return f"lost swap blocks are {one_line(lost_blocks)}; expected ranges (group, first, end)"
     return ""
 
 

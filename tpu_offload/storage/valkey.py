@@ -77,7 +77,7 @@ class ValkeyTier(StorageTier):
     """Records on a server that several engines share.
 
     A server that does not answer at the start, or is full, is a warning: every call fails until it can. One that
-    refuses, by its password or certificate, and a host that has no address, are errors.
+    refuses, by its password, permissions or certificate, a replica alone, and a host without an address, are errors.
 
     Args:
       spec: `options` is a URL, see the module. `num_chunks` does not matter; the server has its own bound.

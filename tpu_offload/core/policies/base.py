@@ -11,7 +11,7 @@ from tpu_offload.types import ChunkKey
 
 @final
 class Use:
-    """One request's use of chunks: all calls to a policy between its match and its end carry the same one.
+    """One request's use of chunks: all calls to a policy between its match and its end have the same `use_id`.
 
     A save because HBM evicts blocks has a `Use` of its own, though no request uses the chunks then.
 
@@ -21,6 +21,8 @@ class Use:
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
       is_request: False for a save because HBM evicts blocks.
     """
+
+    __slots__ = ("is_request", "num_in_hbm", "priority", "use_id")
 
     # Not a dataclass: the constructor of one is not compiled, and each request makes a use.
     def __init__(self, use_id: int, priority: int = 0, num_in_hbm: int = 0, is_request: bool = True) -> None:
@@ -41,7 +43,8 @@ class Use:
         )
 
     def __repr__(self) -> str:
-        return f"Use({self.use_id}, {self.priority}, num_in_hbm={self.num_in_hbm}, is_request={self.is_request})"
+        others = f"priority={self.priority}, num_in_hbm={self.num_in_hbm}, is_request={self.is_request}"
+        return f"Use({self.use_id}, {others})"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
