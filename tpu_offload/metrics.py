@@ -6,8 +6,8 @@ are generated from that, and so are the dashboard, the alerts and docs/metrics.m
 
 The file is long because all declarations are in one place.
 
-Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
-steps pay nothing for them.
+Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one; vLLM
+does after each step in which something may have changed, so a snapshot is built at once from a dictionary.
 """
 
 import dataclasses
@@ -335,8 +335,15 @@ class OffloadStats:
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
         """The counts since an earlier snapshot, and the current gauges."""
-        pairs = zip(_NAMES, _values(self), _values(earlier), strict=True)
-        return OffloadStats(**{name: now if name in GAUGES else now - before for name, now, before in pairs})
+        changes: dict[str, Any] = self.changes_since(earlier)
+        return OffloadStats(**changes)
+
+    def changes_since(self, earlier: "OffloadStats") -> dict[str, int | float]:
+        """The counts since an earlier snapshot that are not 0, and all current gauges, by name."""
+        counts = zip(_COUNTERS, _counter_values(self), _counter_values(earlier), strict=True)
+        changes = {name: now - before for name, now, before in counts if now != before}
+        changes.update(zip(_GAUGES, _gauge_values(self), strict=True))
+        return changes
 
     def as_dict(self) -> dict[str, int | float]:
         """Values by name; `dataclasses.asdict`, a deep copy, takes over twice as long."""
@@ -439,6 +446,10 @@ HISTOGRAMS = MappingProxyType({"save_duration": SAVE_DURATION, "load_duration": 
 
 _NAMES = tuple(METRICS)
 _values = operator.attrgetter(*_NAMES)
+_COUNTERS = tuple(name for name in _NAMES if name not in GAUGES)
+_counter_values = operator.attrgetter(*_COUNTERS)
+_GAUGES = tuple(name for name in _NAMES if name in GAUGES)
+_gauge_values = operator.attrgetter(*_GAUGES)
 
 
 class StatsCollector(Collector):

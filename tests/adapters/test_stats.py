@@ -10,7 +10,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, hold_saves, make_stack, prompt, save_prompt
-from tpu_offload import OffloadStats, TierStats
+from tpu_offload import TierStats
 from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, RankStats, tier_counts
 from tpu_offload.metrics import METRICS, MetricGroup
@@ -83,8 +83,8 @@ def test_each_storage_tier_has_series_with_its_label():
     metrics = TPUOffloadConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
     first = (TierStats(tier="0:file", promoted_chunks=3, num_stored_chunks=7), TierStats(tier="1:valkey"))
     later = (TierStats(tier="0:file", promoted_chunks=5), TierStats(tier="1:valkey", promoted_chunks=1))
-    total = OffloadConnectorStats.of(OffloadStats(), [], tier_counts(first, ()))
-    total.aggregate(OffloadConnectorStats.of(OffloadStats(), [], tier_counts(later, first)))
+    total = OffloadConnectorStats.of({}, [], tier_counts(first, ()))
+    total.aggregate(OffloadConnectorStats.of({}, [], tier_counts(later, first)))
     metrics.observe(total.data, 0)
 
     def of(name, tier):

@@ -49,6 +49,7 @@ class TierContext:
       counts: the counters that components increment; those of storage tiers are in `TierStats`.
       groups: the layer groups, those of full attention first.
       window_chunks: per window group, how many chunks cover its window.
+      has_states: whether the host tier has states.
     """
 
     config: OffloadConfig
@@ -69,6 +70,7 @@ class TierContext:
     counts: OffloadStats
     groups: tuple[TierGroup, ...]
     window_chunks: tuple[int, ...]
+    has_states: bool
 
     @classmethod
     def make(
@@ -134,6 +136,7 @@ class TierContext:
             counts=counts,
             groups=tier_groups(config, layout, window_chunks),
             window_chunks=window_chunks,
+            has_states=config.enabled and layout.state_group is not None,
         )
 
     @property
@@ -150,11 +153,6 @@ class TierContext:
     def num_full_groups(self) -> int:
         """Those with full attention, which come first. One, if the host tier is on (`KVLayout.check_tier`)."""
         return len(self.groups) - len(self.checkpoint_groups)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the host tier has states."""
-        return self.config.enabled and self.layout.state_group is not None
 
     @property
     def checkpoint_groups(self) -> tuple[CheckpointGroup, ...]:

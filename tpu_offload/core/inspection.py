@@ -1,8 +1,8 @@
 """The scheduler's state as others see it: statistics, events of the host tier, and consistency checks for tests."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from tpu_offload import hashing
 from tpu_offload.core.context import TierContext
@@ -63,8 +63,8 @@ def snapshot(
 ) -> OffloadStats:
     """See `OffloadScheduler.stats`."""
     index, buffer, breakers = context.index, context.staging.buffer, context.breakers.values()
-    stats = dataclasses.replace(
-        context.counts,
+    counts: dict[str, Any] = context.counts.as_dict()
+    counts.update(
         staging_budget_blocks=buffer.num_blocks,
         staging_reserved_blocks=buffer.num_reserved,
         staging_peak_blocks=buffer.peak_num_reserved,
@@ -81,7 +81,9 @@ def snapshot(
         num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
         num_open_breakers=sum(not breaker.closed for breaker in breakers),
     )
-    return storage.add_stats(swap.add_stats(stats))
+    swap.add_stats(counts)
+    storage.add_stats(counts)
+    return OffloadStats(**counts)
 
 
 def check_invariants(

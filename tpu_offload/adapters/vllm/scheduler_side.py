@@ -506,7 +506,8 @@ class SchedulerSide:
         last, self._last_stats = self._last_stats, stats
         transfers, self._transfers = self._transfers, []
         last_tiers, self._last_tier_stats = self._last_tier_stats, self._offload.tier_stats()
-        return OffloadConnectorStats.of(stats.since(last), transfers, tier_counts(self._last_tier_stats, last_tiers))
+        of_tiers = tier_counts(self._last_tier_stats, last_tiers)
+        return OffloadConnectorStats.of(stats.changes_since(last), transfers, of_tiers)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the scheduler's tables are inconsistent. For tests."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tpu_offload import FinishedTransfer, OffloadStats, TierStats
+from tpu_offload import FinishedTransfer, TierStats
 from tpu_offload.metrics import (
     GAUGES,
     HISTOGRAMS,
@@ -47,15 +47,13 @@ class OffloadConnectorStats(KVConnectorStats):
 
     @classmethod
     def of(
-        cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer], of_tiers: Mapping[str, int]
+        cls, changes: Mapping[str, int | float], transfers: Iterable[FinishedTransfer], of_tiers: Mapping[str, int]
     ) -> "OffloadConnectorStats":
-        """From the counts of an interval, the transfers that ended in it, and the `tier_counts`."""
-        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _SPECS}
+        """From the changes of `OffloadStats` in an interval, the transfers that ended in it, and the `tier_counts`."""
+        data: dict[str, Any] = {name: value for name, value in changes.items() if name in _SPECS}
         data |= of_tiers
-        for name in _SECONDS.values():
-            data[name] = []
         for transfer in transfers:
-            data[_SECONDS[transfer.direction]].append(transfer.duration_s)
+            data.setdefault(_SECONDS[transfer.direction], []).append(transfer.duration_s)
         return cls(data=data)
 
     def reset(self) -> None:

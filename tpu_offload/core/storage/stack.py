@@ -10,9 +10,8 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.context import TierContext
@@ -21,7 +20,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
-from tpu_offload.metrics import TIER_METRICS, OffloadStats, TierStats
+from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, WorkerSetup
 
 
@@ -289,16 +288,12 @@ class StorageStackPlanner:
 
     # State.
 
-    def add_stats(self, stats: OffloadStats) -> OffloadStats:
-        """Adds the counts, gauges and breakers of all tiers to a snapshot."""
-        if not self._tiers:
-            return stats
-        own = [tier.as_dict() for tier in self.tier_stats()]
-        return dataclasses.replace(
-            stats,
-            num_breaker_openings=stats.num_breaker_openings + sum(tier.num_breaker_openings for tier in self._tiers),
-            **{name: getattr(stats, name) + sum(counts[name] for counts in own) for name in TIER_METRICS},
-        )
+    def add_stats(self, counts: dict[str, Any]) -> None:
+        """Adds the counts, gauges and breakers of all tiers to those of a snapshot, which are by name."""
+        for tier in self._tiers:
+            counts["num_breaker_openings"] += tier.num_breaker_openings
+            for name, value in tier.stats().as_dict().items():
+                counts[name] += value
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """A snapshot of each tier, nearest first."""

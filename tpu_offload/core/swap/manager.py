@@ -17,11 +17,10 @@ A block is stored once. What the host tier has is pinned there instead of copied
 blocks that several swapped-out requests share are in the pool once.
 """
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.block_tables import read_hashes
 from tpu_offload.core.context import TierContext
@@ -36,7 +35,6 @@ from tpu_offload.core.swap.validate import read_computed_blocks, read_granted_bl
 from tpu_offload.core.validate import check_request, read_request_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
-from tpu_offload.metrics import OffloadStats
 from tpu_offload.native import Given
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind, JobState
 
@@ -68,7 +66,7 @@ class RequestSwap:
         self._swapped: dict[str, SwappedRequest] = {}
         self._swapped_in: list[str] = []
         self._lost: list[str] = []
-        self._stats = SwapStats()
+        self._stats = SwapStats(context.counts)
 
     # Engine events.
 
@@ -323,18 +321,16 @@ class RequestSwap:
         for swapped in list(self._swapped.values()):
             self._mark_lost(swapped)
 
-    def add_stats(self, stats: OffloadStats) -> OffloadStats:
-        """Adds the counters and gauges of request swap to a snapshot."""
-        costs = self._costs
-        return dataclasses.replace(
-            stats,
-            **self._stats.counters(),
+    def add_stats(self, counts: dict[str, Any]) -> None:
+        """Adds the gauges and breakers of request swap to those of a snapshot, which are by name."""
+        costs, breakers = self._costs, self._breakers.values()
+        counts["num_breaker_openings"] += sum(breaker.num_opened for breaker in breakers)
+        counts["num_open_breakers"] += sum(not breaker.closed for breaker in breakers)
+        counts.update(
             swap_pool_blocks=sum(self._pool.num_blocks),
             swap_held_blocks=self._pool.num_held,
             swap_peak_blocks=self._pool.peak_num_held,
             num_swapped_requests=len(self._swapped),
-            num_breaker_openings=stats.num_breaker_openings + sum(b.num_opened for b in self._breakers.values()),
-            num_open_breakers=stats.num_open_breakers + sum(not b.closed for b in self._breakers.values()),
             swap_out_nbytes_per_s=costs.nbytes_per_s(Direction.SAVE),
             swap_in_nbytes_per_s=costs.nbytes_per_s(Direction.LOAD),
             prefill_tokens_per_s=costs.prefill_tokens_per_s,

@@ -1,28 +1,26 @@
 """Counters of request swap."""
 
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from tpu_offload.core.jobs import Job
-from tpu_offload.metrics import GAUGES, SWAP_FIELDS, OffloadStats
+from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction
 
 _THRASH_STEPS = 32
-_COUNTERS = SWAP_FIELDS - GAUGES
 
 
 @final
 class SwapStats:
-    """Counts swaps, and those that thrash: requests swapped out again soon after they were swapped in."""
+    """Counts swaps, and those that thrash: requests swapped out again soon after they were swapped in.
 
-    def __init__(self) -> None:
-        self._counts = OffloadStats()
+    Args:
+      counts: the scheduler's counters, which it increments.
+    """
+
+    def __init__(self, counts: OffloadStats) -> None:
+        self._counts = counts
         self._num_steps = 0
         self._swapped_in_at: dict[str, int] = {}  # step of the last swap-in, of those in the last steps
-
-    def counters(self) -> Mapping[str, Any]:
-        """The counters of `OffloadStats` that are counted here, by name."""
-        return {name: getattr(self._counts, name) for name in _COUNTERS}
 
     def begin_step(self) -> None:
         """A step is planned."""
