@@ -2,9 +2,10 @@
 
 Measured with real caches and a real worker: idle steps, with and without the engine's loop over the running requests
 to find those that completed a block; idle steps and lookups above zero, one and two storage tiers; the dispatch of
-saves and loads of 64 blocks, until control returns; a poll while copies are in flight. Also whether a dispatch thread
-would pay: the same call made directly, and handed to a waiting thread. The cases are interleaved, so that changes in
-machine load affect all of them.
+saves and loads of 64 blocks, until control returns; a poll while copies are in flight; a snapshot of the statistics,
+which vLLM takes after each step in which something may have changed. Also whether a dispatch thread would pay: the same
+call made directly, and handed to a waiting thread. The cases are interleaved, so that changes in machine load affect
+all of them.
 
 Unlike a TPU or GPU, the CPU backend copies before the call returns. So the time inside the compiled programs is
 excluded from `save_*` and `load_*` (it is `*_in_program`), and replaced by `dispatch_of_none`, a call of the same
@@ -320,6 +321,7 @@ class Bench:
             for i in range(self.args.repeats + 5):
                 for num_requests in (1, self.args.num_blocks):
                     self.copies(num_requests)
+                self.times("stats", self.scheduler.stats)
                 self.dispatch_here_and_in_a_thread(executor)
                 if i == 4:  # the first four were warm-up
                     for name, seconds in self.times.seconds.items():
