@@ -12,6 +12,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, hold_saves, make_stack, prompt, save_prompt
 from tpu_offload import TierStats
 from tpu_offload.adapters.vllm import TPUOffloadConnector
+from tpu_offload.adapters.vllm.scheduler_side import STATS_STEPS
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, RankStats, tier_counts
 from tpu_offload.metrics import METRICS, MetricGroup
 
@@ -164,6 +165,29 @@ def test_no_statistics_while_nothing_happens():
     stack = make_stack()
     stack.side.take_stats()
     assert stack.side.take_stats() is None
+
+
+def test_steps_share_a_snapshot_while_requests_run():
+    stack = make_stack()
+    tokens = save_prompt(stack, "a")
+    given: list[int] = []
+    take = stack.side.take_stats
+
+    def taken():
+        stats = take()
+        given.append(stats.data.get("looked_up_tokens", 0) if stats is not None else -1)
+        return stats
+
+    stack.side.take_stats = taken
+    request = stack.add("b", tokens[:16], max_tokens=2 * STATS_STEPS)
+    while not request.is_finished() and len(given) < STATS_STEPS:
+        stack.step()
+    assert given == [-1] * (STATS_STEPS - 1) + [16]
+    stack.abort("b")
+    stack.add("c", prompt(16, seed=5), max_tokens=2)
+    stack.drain()
+    del given[:STATS_STEPS]
+    assert sum(count for count in given if count >= 0) == 16, "counts that wait for a request that may never come"
 
 
 def test_events_match_the_contents_of_the_host_tier():
