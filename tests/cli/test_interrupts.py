@@ -138,6 +138,12 @@ def beside_a_destructor_that_fails():
     Fails()
     interrupt()
 
+def in_an_extension_that_makes_another_error_of_it():
+    try:
+        interrupt()
+    except BaseException:
+        raise ImportError("numpy failed to import") from None
+
 @click.command()
 def command():
     {where}()
@@ -170,6 +176,10 @@ def interrupted_where(where, signum="SIGINT"):
 def test_where_python_discards_exceptions(where, signum):
     """The command ends although the first KeyboardInterrupt cannot reach it."""
     assert interrupted_where(where, signum) == (130, "", "test: interrupted\n")
+
+
+def test_another_error_that_an_interrupt_caused():
+    assert interrupted_where("in_an_extension_that_makes_another_error_of_it") == (130, "", "test: interrupted\n")
 
 
 def test_the_fifth_interrupt_ends_a_command_that_catches_them():

@@ -215,7 +215,7 @@ def test_names_with_brackets_are_shown_as_they_are(endpoint, capsys):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:abc", "127.0.0.1:80 80", "http://exa mple"])
 def test_addresses_that_are_none(url):
-    with pytest.raises(InputError, match="does not answer: "):
+    with pytest.raises(InputError, match=r"is no address|does not answer: "):
         Scrape.read(url if "://" in url else f"http://{url}/metrics")
 
 
@@ -227,7 +227,12 @@ def test_an_interval_that_is_no_number(endpoint, capsys):
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("127.0.0.1:1", "does not answer: "), ("file:///etc/passwd", "is no address; expected one like")],
+    [
+        ("127.0.0.1:1", "does not answer: "),
+        ("file:///etc/passwd", "is no address; expected one like"),
+        ("http://127.0.0.1:99999", "is no address; expected one like"),
+        ("http://[::1", "is no address; expected one like"),
+    ],
 )
 def test_addresses_that_do_not_answer(url, message):
     err = io.StringIO()

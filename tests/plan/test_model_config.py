@@ -111,7 +111,13 @@ def test_precisions(quantized, name):
     assert read(quantization_config=quantized).weight_bits.name == name
 
 
-@pytest.mark.parametrize("quantized", [{"quant_method": "modelopt"}, "fp8", {"quant_method": "gptq", "bits": 3}])
+def test_a_type_that_is_no_name():
+    assert read(model_type=[]).params == read().params
+
+
+@pytest.mark.parametrize(
+    "quantized", [{"quant_method": "modelopt"}, "fp8", {"quant_method": "gptq", "bits": 3}, {"quant_method": []}]
+)
 def test_an_unknown_precision_has_to_be_given(quantized):
     with pytest.raises(InputError, match="which plan does not know; give --weights, one of bf16"):
         read(quantization_config=quantized)

@@ -112,6 +112,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
     ("line", "says"),
     [
         ('{"timestamp": 1,', "not JSON"),
+        ('{"timestamp": 5, "hash_ids": [1,2', "(Expecting ',' delimiter at column 34)"),
         ("[1, 2]", "expected an object with"),
         ({"hash_ids": [1]}, '"timestamp" is missing; expected a number of milliseconds, from 0 to 1.8e+308'),
         (request([1], None), '"timestamp" is None; expected a number of milliseconds'),
@@ -132,7 +133,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
 )
 def test_a_bad_line_is_named(tmp_path, line, says):
     with pytest.raises(InputError, match=r"t\.jsonl line 2: ") as error:
-        read(tmp_path, request([1]), line)
+        read(tmp_path, request([1]), line, request([2]))
     assert says in str(error.value)
     assert "; got '" in str(error.value)
 

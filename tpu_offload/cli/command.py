@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once
+from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once, was_interrupted
 from tpu_offload.errors import InputError, OffloadError
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -60,8 +60,16 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
     except (OffloadError, OSError) as e:
         return _fail(prog, str(e))
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prog}: interrupted\n")
-        return INTERRUPTED
+        return _interrupted(prog)
+    except Exception:
+        if was_interrupted():
+            return _interrupted(prog)
+        raise
+
+
+def _interrupted(prog: str) -> int:
+    sys.stderr.write(f"{prog}: interrupted\n")
+    return INTERRUPTED
 
 
 def _fail(prog: str, message: str) -> int:

@@ -29,14 +29,14 @@ class _InterruptOnce:
     """Handler of the signals; see `interrupt_once`."""
 
     def __init__(self) -> None:
-        self._num_signals = 0
+        self.num_signals = 0
         self._discarded: int | None = None  # signal whose exception was discarded
 
     def handle(self, signum: int, frame: types.FrameType | None) -> None:
-        self._num_signals += 1
-        if self._num_signals == 1:
+        self.num_signals += 1
+        if self.num_signals == 1:
             raise _Interrupt(signum)
-        if self._num_signals >= _MAX_SIGNALS:
+        if self.num_signals >= _MAX_SIGNALS:
             os._exit(INTERRUPTED)
 
     def on_unraisable(self, unraisable: Any) -> None:
@@ -55,7 +55,7 @@ class _InterruptOnce:
                 return
             frame = frame.f_back
         if self._discarded is not None:
-            discarded, self._discarded, self._num_signals = self._discarded, None, 0
+            discarded, self._discarded, self.num_signals = self._discarded, None, 0
             signal.raise_signal(discarded)  # a command may have set another handler since
 
 
@@ -73,6 +73,12 @@ def interrupt_once() -> None:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, once.handle)
     signal.set_wakeup_fd(-1)  # of `tpu_offload_command`, which ends the process while modules are imported
+
+
+def was_interrupted() -> bool:
+    """Whether a signal has come since `interrupt_once`; while C extensions are imported it becomes an ImportError."""
+    once = getattr(signal.getsignal(signal.SIGALRM), "__self__", None)
+    return isinstance(once, _InterruptOnce) and once.num_signals > 0
 
 
 @contextlib.contextmanager

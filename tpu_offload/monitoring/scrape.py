@@ -8,6 +8,7 @@ import dataclasses
 import http.client
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -56,7 +57,11 @@ class Scrape:
         Raises:
           InputError: it does not answer in time, or what it answers are no metrics of this library.
         """
-        if not url.startswith(("http://", "https://")):
+        try:
+            is_address = url.startswith(("http://", "https://")) and urllib.parse.urlsplit(url).port != 0
+        except ValueError:  # not within its range either, or brackets that do not match
+            is_address = False
+        if not is_address:
             raise InputError(f"{url!r} is no address; expected one like http://127.0.0.1:8000/metrics")
         try:
             with urllib.request.urlopen(url, timeout=timeout_s) as answer:

@@ -188,9 +188,9 @@ def _precision(quantized: Any, name: str) -> str:
     if quantized is None:
         return "bf16"
     given = quantized if isinstance(quantized, Mapping) else {}
-    method = given.get("quant_method")
+    method = str(given.get("quant_method"))
     if method in _QUANT_METHODS:
-        return _QUANT_METHODS[str(method)]
+        return _QUANT_METHODS[method]
     bits = as_count(given.get("bits") or given.get("w_bit"))
     groups = given.get("config_groups")
     if isinstance(groups, Mapping):
@@ -326,7 +326,7 @@ def _parameters(
 
 def _mlp_params(fields: _Fields, hidden: int, num_layers: int) -> tuple[int, int, int]:
     """Weights of perceptrons: of those that every token uses, of routed experts, and of the experts of one token."""
-    matrices = 2 if fields.get("model_type") in _UNGATED else 3
+    matrices = 2 if str(fields.get("model_type")) in _UNGATED else 3
     num_experts = fields.number("num_local_experts", "num_experts", "n_routed_experts", default=1)
     if num_experts == 1:
         return num_layers * matrices * hidden * fields.number("intermediate_size", "ffn_dim", "n_inner"), 0, 0

@@ -43,7 +43,7 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
                 if not line.strip():
                     continue
                 try:
-                    yield number, parse(json.loads(line))
+                    yield number, parse(json.loads(line.rstrip(b"\r\n")))
                 except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
                     reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
                     raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None

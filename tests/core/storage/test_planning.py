@@ -37,6 +37,28 @@ def states(engine, tokens):
     return [chunk_index(engine.scheduler).state(key) for key in engine.keys(tokens)]
 
 
+# --- reset ----------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_clears_slowly_is_used_again():
+    """Each order to clear takes three job timeouts, and waits for the one before."""
+    engine = StorageEngine(job_timeout_s=10.0, breaker_failures=0)
+    engine.fill(A)
+    engine.scheduler.reset()
+    (worker,) = engine.workers
+    num_steps = 0
+    while storage_planner(engine.scheduler).writes.must_clear:
+        engine.step()
+        num_steps += 1
+        assert num_steps < 60, "it is cleared again and again"
+        engine.clock.now_s += 5.0
+        if num_steps % 6 == 0:
+            engine.apply(worker, worker.finish(1))
+    assert num_steps > 6, "the first orders timed out"
+    engine.fill(B)
+    assert set(engine.keys(B)) <= set(stored(engine))
+
+
 # --- cascade ------------------------------------------------------------------------------------
 
 

@@ -66,8 +66,12 @@ class TierJobs:
         now_s: float,
         writes: HostWrites | None = None,
         deleted: tuple[ChunkKey, ...] = (),
+        num_timeouts: int = 1,
     ) -> Job:
-        """Plans a job that copies what is in these slots, deletes records, or empties the tier."""
+        """Plans a job that copies what is in these slots, deletes records, or empties the tier.
+
+        It may take as many job timeouts as `num_timeouts`.
+        """
         what = {JobKind.CLEAR: "everything", JobKind.DELETE: f"{len(deleted)} keys"}.get(kind, f"{len(keys)} chunks")
         return self._jobs.plan(
             kind,
@@ -78,5 +82,5 @@ class TierJobs:
             deleted_keys=deleted,
             tier_id=self._tier_id,
             nbytes=self._records.nbytes(slots),
-            deadline_s=now_s + self._config.job_timeout_s,
+            deadline_s=now_s + num_timeouts * self._config.job_timeout_s,
         )

@@ -23,13 +23,14 @@ from tpu_offload.core.storage.admission import AdmissionFilter
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import Keys, StoredRecords
 from tpu_offload.metrics import TierStats
-from tpu_offload.types import ChunkKey, JobKind
+from tpu_offload.types import ChunkKey, JobKind, JobState
 
 MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
 MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
 _MAX_FINISHED = 64  # requests whose prefix is still being written
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
+_MAX_CLEAR_TIMEOUTS = 64  # of the job timeout
 
 
 @final
@@ -72,6 +73,7 @@ class StorageWrites:
         self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
         self._admission = AdmissionFilter(tier.admission, records.capacity)
         self._must_clear = self._is_clearing = False
+        self._num_clear_timeouts = 1  # that the next order to clear may take: a tier may need longer, each time
 
     # What may be written.
 
@@ -208,7 +210,8 @@ class StorageWrites:
         """Nothing else is planned before it has succeeded."""
         if not self._is_clearing and self._deletions.admits(ACCOUNT):
             self._is_clearing = True
-            self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s)
+            timeouts = self._num_clear_timeouts
+            self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s, num_timeouts=timeouts)
 
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
@@ -315,6 +318,8 @@ class StorageWrites:
         if job.kind is JobKind.CLEAR:
             self._is_clearing = False
             self._must_clear = job.all_failed
+            if job.state is JobState.TIMED_OUT:
+                self._num_clear_timeouts = min(2 * self._num_clear_timeouts, _MAX_CLEAR_TIMEOUTS)
             return
         if job.kind is JobKind.DELETE:
             self._end_deletion(job, bad)
