@@ -1,7 +1,7 @@
 # Sourced by scripts/test, after _venv.sh. Defines
 #
 #   make_compiled    copies this checkout to build/compiled/, with the modules that pip compiles for users in it (the
-#                    first time, and after a change of the sources: two minutes), and sets `compiled` to that folder
+#                    first time, and after a change of the sources: minutes), and sets `compiled` to that folder
 #   check_compiled PYTHON
 
 # Ends the script unless the interpreter "$1" imports compiled modules; those of another Python it would ignore.
@@ -17,7 +17,7 @@ make_compiled() {
   stamp=$(cd "$root" && find setup.py setup.cfg pyproject.toml tpu_offload -type f ! -path '*/__pycache__/*' -print0 | sort -z |
     xargs -0 sha256sum | cat - <("$venv_python" -VV) | sha256sum)
   if [ "$(cat "$root/build/compiled.stamp" 2>/dev/null)" != "$stamp" ]; then
-    echo "${0##*/}: compiling into $compiled (two minutes)" >&2
+    echo "${0##*/}: compiling into $compiled (2 to 7 minutes)" >&2
     rm -rf "$root/build/compiled.stamp" "${compiled:?}"/*.so "$compiled"/*.dist-info "$compiled/tpu_offload"
     wheels=$(mktemp -d)
     # Tests may be running: what they write is left out.

@@ -202,3 +202,22 @@ def test_pins_are_counted() -> None:
     index.unpin(a)
     with pytest.raises(AssertionError, match="more often"):
         index.unpin(a)
+
+
+def test_a_checkpoint_whose_eviction_raises_keeps_none_of_the_pieces_that_it_shares() -> None:
+    index = ChunkIndex(LRUPolicy(), window_chunks=(3,))
+    index.grow(Pool.CHUNKS, 10)
+    keys = chain("a", 4)
+    fill(index, keys)
+    begun = index.begin_checkpoint(keys, 3, max_chunks=3)
+    assert begun is not None
+    index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
+
+    def take(_: object) -> list[int]:
+        raise RuntimeError("of an eviction policy")
+
+    with pytest.raises(RuntimeError, match="of an eviction policy"):
+        index.checkpoints.begin(keys, 4, max_chunks=3, take=take)
+    index.check_invariants()
+    index.checkpoints.drop(begun[0])
+    assert index.checkpoints.occupied() == set()
