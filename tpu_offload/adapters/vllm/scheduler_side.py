@@ -146,8 +146,7 @@ class SchedulerSide:
         self._unfinished: dict[str, Request] = {}  # from the first match on
         self._limits: dict[str, RequestLimits | None] = {}  # of unfinished requests
         self._awaited: set[str] = set()  # requests whose load vLLM waits for; only with ranks
-        self._last_stats, self._stats_changed = OffloadStats(), False  # whether they have changed since, possibly
-        self._num_steps_without_stats = 0  # since then
+        self._last_stats, self._stats_changed, self._num_steps_without_stats = OffloadStats(), False, 0
         self._last_tier_stats: tuple[TierStats, ...] = ()
         self._transfers: list[FinishedTransfer] = []
         self._silent_since_s: float | None = None  # the first idle step or a later result; None while it computes
