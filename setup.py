@@ -1,6 +1,6 @@
 """All metadata is in setup.cfg. Here, most of `tpu_offload.core` is compiled with mypyc (see tpu_offload/native.py).
 
-It takes 2 to 7 minutes and a C compiler. The environment variable COMPILE_TPU_OFFLOAD says what happens: 0 compiles
+It takes 2 to 10 minutes and a C compiler. The environment variable COMPILE_TPU_OFFLOAD says what happens: 0 compiles
 nothing, 1 fails where it cannot be done; by default the package is then installed without. Editable installs are never
 compiled.
 """

@@ -3,9 +3,8 @@
 Measured with real caches and a real worker: idle steps, with and without the engine's loop over the running requests
 to find those that completed a block; idle steps and lookups above zero, one and two storage tiers; the dispatch of
 saves and loads of 64 blocks, until control returns; a poll while copies are in flight; a snapshot of the statistics,
-which vLLM takes after each step in which something may have changed. Also whether a dispatch thread would pay: the same
-call made directly, and handed to a waiting thread. The cases are interleaved, so that changes in machine load affect
-all of them.
+which vLLM's connector takes every few steps. Also whether a dispatch thread would pay: the same call made directly, and
+handed to a waiting thread. The cases are interleaved, so that changes in machine load affect all of them.
 
 Unlike a TPU or GPU, the CPU backend copies before the call returns. So the time inside the compiled programs is
 excluded from `save_*` and `load_*` (it is `*_in_program`), and replaced by `dispatch_of_none`, a call of the same

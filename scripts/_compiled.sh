@@ -17,7 +17,7 @@ make_compiled() {
   stamp=$(cd "$root" && find setup.py setup.cfg pyproject.toml tpu_offload -type f ! -path '*/__pycache__/*' -print0 | sort -z |
     xargs -0 sha256sum | cat - <("$venv_python" -VV) | sha256sum)
   if [ "$(cat "$root/build/compiled.stamp" 2>/dev/null)" != "$stamp" ]; then
-    echo "${0##*/}: compiling into $compiled (2 to 7 minutes)" >&2
+    echo "${0##*/}: compiling into $compiled (2 to 10 minutes)" >&2
     rm -rf "$root/build/compiled.stamp" "${compiled:?}"/*.so "$compiled"/*.dist-info "$compiled/tpu_offload"
     wheels=$(mktemp -d)
     # Tests may be running: what they write is left out.

@@ -6,8 +6,8 @@ are generated from that, and so are the dashboard, the alerts and docs/metrics.m
 
 The file is long because all declarations are in one place.
 
-Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one; vLLM
-does after each step in which something may have changed, so a snapshot is built at once from a dictionary.
+Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, and
+vLLM's connector every few steps (`adapters/vllm/scheduler_side.py`), so a snapshot is built at once from a dictionary.
 """
 
 import dataclasses

@@ -42,7 +42,7 @@ def states(engine, tokens):
 
 def test_a_tier_that_clears_slowly_is_used_again():
     """Each order to clear takes three job timeouts, and waits for the one before."""
-    engine = StorageEngine(job_timeout_s=10.0, breaker_failures=0)
+    engine = StorageEngine(job_timeout_s=10.0)
     engine.fill(A)
     engine.scheduler.reset()
     (worker,) = engine.workers
