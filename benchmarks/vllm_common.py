@@ -1,6 +1,7 @@
 """Shared by the vLLM benchmarks: connectors, figures, and messages between bench_vllm.py and its children."""
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -73,8 +74,9 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def model_dir(args: argparse.Namespace) -> str:
-    """A folder with a model configuration and no weights."""
-    path = tempfile.mkdtemp(prefix="tiny-qwen3-")
+    """A folder with a model configuration and no weights, until this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-qwen3-")
+    atexit.register(folder.cleanup)
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": args.hidden,
         "intermediate_size": 2 * args.hidden, "num_hidden_layers": args.layers, "num_attention_heads": args.heads,
@@ -83,8 +85,8 @@ def model_dir(args: argparse.Namespace) -> str:
         "eos_token_id": EOS, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False, "use_sliding_window": False, "max_window_layers": args.layers,
     }  # fmt: skip
-    (Path(path) / "config.json").write_text(json.dumps(config))
-    return path
+    Path(folder.name, "config.json").write_text(json.dumps(config))
+    return folder.name
 
 
 def transfer_config(variant: str) -> Any:

@@ -1,5 +1,6 @@
 """vLLM's configuration of the engine that the scheduler tests build."""
 
+import atexit
 import functools
 import json
 import tempfile
@@ -34,15 +35,16 @@ EOS = 2
 
 @functools.cache
 def model_dir() -> str:
-    path = Path(tempfile.mkdtemp(prefix="tpu_offload-tiny-"))
+    folder = tempfile.TemporaryDirectory(prefix="tpu_offload-tiny-")
+    atexit.register(folder.cleanup)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
         "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "torch_dtype": "float32",
         "bos_token_id": 1, "eos_token_id": EOS, "hidden_act": "silu", "tie_word_embeddings": False,
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+    Path(folder.name, "config.json").write_text(json.dumps(config))
+    return folder.name
 
 
 @functools.cache

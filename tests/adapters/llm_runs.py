@@ -537,7 +537,8 @@ def main() -> None:
     from tests.adapters.rank_runs import install_probes
 
     install_probes()
-    with tempfile.TemporaryDirectory() as models:
+    # Killed when its tests have ended: what it leaves must be in their folder.
+    with tempfile.TemporaryDirectory(dir=os.environ["HOME"]) as models:
         for name, config in MODELS.items():
             Path(models, name).mkdir()
             Path(models, name, "config.json").write_text(json.dumps(config))
