@@ -240,6 +240,25 @@ def test_unknown_variable_suggests_the_nearest(name, suggestion):
         OffloadConfig.from_env({name: "1"})
 
 
+def test_variables_of_kubernetes_services_are_not_settings():
+    """Each pod of a namespace has those of all Services, and `tpu-offload-valkey` is the name for a Valkey server."""
+    links = {
+        f"{service}_{suffix}": value
+        for service in ("TPU_OFFLOAD", "TPU_OFFLOAD_VALKEY")
+        for suffix, value in {
+            "SERVICE_HOST": "10.0.0.7", "SERVICE_PORT": "6379", "SERVICE_PORT_RESP": "6379",
+            "PORT": "tcp://10.0.0.7:6379", "PORT_6379_TCP": "tcp://10.0.0.7:6379", "PORT_6379_TCP_PROTO": "tcp",
+            "PORT_6379_TCP_PORT": "6379", "PORT_6379_TCP_ADDR": "10.0.0.7",
+        }.items()
+    }  # fmt: skip
+    assert OffloadConfig.from_env(links | {"TPU_OFFLOAD_HOST_GB": "3"}) == OffloadConfig.create(host_gb=3)
+    for name in ("TPU_OFFLOAD_VALKEY_PORTS", "TPU_OFFLOAD_VALKEY", "TPU_OFFLOAD_REDIS_PORT"):
+        with pytest.raises(ConfigError, match=f"^{name} is not a setting"):
+            OffloadConfig.from_env(links | {name: "1"})
+    with pytest.raises(ConfigError, match="TPU_OFFLOAD_VALKEY_PORT is not a setting"):
+        OffloadConfig.from_env({"TPU_OFFLOAD_VALKEY_PORT": "6379"})
+
+
 def test_unknown_keyword_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean host_gb"):
         OffloadConfig.create(host_gib=1)

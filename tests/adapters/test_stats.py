@@ -1,9 +1,10 @@
 """vLLM's statistics, its Prometheus endpoint and its KV events."""
 
+import functools
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess, values
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -22,6 +23,25 @@ pytestmark = pytest.mark.vllm
 def test_the_source_of_a_hit_is_host_memory():
     connector = Stack(num_blocks=8, **SMALL).scheduler.connector
     assert connector.get_external_cache_hit_sources(None, 7) == {CacheHitSource.HOST: 7}
+
+
+def test_several_api_servers_have_an_endpoint_together(tmp_path, monkeypatch):
+    """The scheduler sends each interval to one of them, so the newest value of a gauge is the right one."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    config = make_stack().config
+    for pid, num_open in ((1, 1), (2, 0)):
+        monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda pid=pid: pid))
+        own = CollectorRegistry()
+        kinds = {kind: functools.partial(kind, registry=own) for kind in (Gauge, Counter, Histogram)}
+        metrics = TPUOffloadConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+        metrics.observe({"num_open_breakers": num_open, "saved_blocks": 5, "num_stored_chunks@0:file": 2}, 0)
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:tpu_offload_open_breakers", labels) == 0
+    assert registry.get_sample_value("vllm:tpu_offload_saved_blocks_total", labels) == 10
+    pids = [sample.labels for metric in registry.collect() for sample in metric.samples if "pid" in sample.labels]
+    assert pids == [], "a series for each process, of which all but one are out of date"
 
 
 def collect_stats(stack: Stack, run) -> list:

@@ -25,9 +25,10 @@ from tests.worker.engine import (
     wait_until_rebuilt,
 )
 from tpu_offload.config import OffloadConfig
-from tpu_offload.errors import ConfigError
-from tpu_offload.kernels import SlotCopier, reference
+from tpu_offload.errors import CompileError, ConfigError
+from tpu_offload.kernels import DirectCopier, SlotCopier, reference
 from tpu_offload.layout import KVLayout
+from tpu_offload.memory import HostArena
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker
 from tpu_offload.worker.storage import record_io
@@ -684,6 +685,26 @@ def test_a_tier_that_is_not_there_ends_the_start():
         StorageEngine(tier="nowhere")
 
 
+def test_a_worker_that_is_refused_frees_its_host_memory(monkeypatch):
+    """Whoever keeps the error, to log it or to try again, keeps the worker's memory, which would go on growing."""
+    closed, close = [], HostArena.close
+    monkeypatch.setattr(HostArena, "close", lambda arena: (closed.append(arena), close(arena)))
+    with pytest.raises(ConfigError, match="there is no storage tier"):
+        StorageEngine(tier="nowhere")
+    assert len(closed) == 1
+    with pytest.raises(ConfigError, match="there is no storage tier"):
+        StorageEngine(tier="nowhere", swap_gb=1e-3)
+    assert len(closed) == 3
+
+    def refuse(copier):
+        raise CompileError("injected")
+
+    monkeypatch.setattr(DirectCopier, "compile", refuse)
+    with pytest.raises(CompileError, match="injected"):
+        StorageEngine(skip_jax_precompile=False)
+    assert len(closed) == 4
+
+
 def test_no_tier_is_made_without_host_memory():
     caches = Engine().caches
     layout = KVLayout.from_caches(caches, block_size=4)
@@ -710,6 +731,8 @@ def test_close_ends_threads_and_tier():
     engine.worker.close()
     assert not own & io_threads()
     assert disk.num_closed == 1
+    engine.worker.close()
+    assert disk.num_closed == 1, "a second call does nothing"
 
 
 @pytest.mark.parametrize("failing", [set(), {"close"}])

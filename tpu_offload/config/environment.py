@@ -37,7 +37,8 @@ def read_settings(
       known: the fields of `OffloadConfig`.
       same_size: fields that set one size in different units. An override of one replaces the others of `environ`.
     Returns:
-      Settings by field name, not parsed yet.
+      Settings by field name, not parsed yet. Variables that Kubernetes sets for a Service are left out, such as
+      `TPU_OFFLOAD_VALKEY_PORT` in each pod beside a Service `tpu-offload-valkey`.
     Raises:
       ConfigError: an unknown variable or setting, with the nearest known name, or a value that is not a string.
     """
@@ -50,6 +51,7 @@ def read_settings(
         if not (isinstance(name, str) and isinstance(value, str)):
             raise ConfigError(f"{name}={_short(value)}; expected a string, as in an environment")
     variables = [env_name(field) for field in known]
+    given = {name: value for name, value in given.items() if name in variables or not _is_of_service(name, given)}
     for name in sorted(given):
         if name not in variables:
             raise ConfigError(_unknown(name, _nearest(name.upper(), variables)))
@@ -81,6 +83,16 @@ def one_line_error(error: pydantic.ValidationError, *, known: Collection[str], n
     if "boolean" in expected:
         expected = "expected 0 or 1"
     return f"{name(field)}={_short(detail['input'])}: {expected[0].lower() + expected[1:]}"
+
+
+def _is_of_service(name: str, given: Collection[str]) -> bool:
+    """Whether it is a variable of a Kubernetes Service ("service links"), which has two variables of these names."""
+    services = [other.removesuffix("_SERVICE_HOST") for other in given if other.endswith("_SERVICE_HOST")]
+    return any(
+        f"{service}_SERVICE_PORT" in given
+        and (name.startswith((f"{service}_SERVICE_", f"{service}_PORT_")) or name == f"{service}_PORT")
+        for service in services
+    )
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -184,7 +184,7 @@ class OffloadConfig(pydantic.BaseModel):
     skip_jax_precompile: bool = Field(
         False, description="Compile copy programs on first use instead of at start. The first copies are slow then."
     )
-    block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+    block_size_buckets: tuple[Annotated[int, Field(ge=1, le=2**31 - 1)], ...] = Field(
         (),
         description="Sizes that staged copies and fused steps are compiled for; comma-separated, ascending, starting "
         "at 1. By default powers of two for staged copies, and 8 chunks for fused steps.",
@@ -297,7 +297,8 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
-        "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them.",
+        "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them "
+        "(deletions, which are repeated until they succeed, after 5 all the same).",
     )
     breaker_retry_s: float = Field(
         5.0,

@@ -19,7 +19,13 @@ from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
 from tpu_offload.worker.host_memory import HostMemory, PoolPlan, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, page_groups_of, unwrapped
+from tpu_offload.worker.page_group_copies import (
+    PageGroupCopies,
+    WrapCopier,
+    compile_or_close,
+    page_groups_of,
+    unwrapped,
+)
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -94,8 +100,7 @@ class SwapCopies:
                 )
             )
         if not config.skip_jax_precompile:
-            for copies in self._all():
-                copies.compile()
+            compile_or_close(self._all(), self.close)
 
     @property
     def num_blocks_ready(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes
 from tpu_offload.types import STORAGE_WRITES, CacheEpoch, CopyJob, JobKind, JobResult, Pool, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
-from tpu_offload.worker.host_memory import plan_host_pools
+from tpu_offload.worker.host_memory import HostPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.page_group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.plan_gate import PlanGate
@@ -122,33 +122,37 @@ class OffloadWorker:
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
-        if all(self._num_host_slots):
-            self._tier = TierCopies(
-                config,
-                layout,
-                kv_caches,
-                pools=pools,
-                jobs=self._jobs,
-                fused=fused,
-                wrap_copier=wrap_copier,
-            )
-        if config.swap_enabled:
-            self._swap = SwapCopies(
-                config,
-                layout,
-                kv_caches,
-                jobs=self._jobs,
-                available=max(0, (available or 0) - pools.nbytes),
-                tier=self._tier.pools.sources() if self._tier is not None else (),
-                clock=clock,
-                wrap_copier=wrap_copier,
-            )
-        self._storage = self._make_storage(config, layout, worker_id=worker_id)
+        self._storage: StorageStack | None = None
+        try:
+            self._tier = self._make_tier(config, layout, kv_caches, pools=pools, fused=fused, wrap_copier=wrap_copier)
+            if config.swap_enabled:
+                self._swap = SwapCopies(
+                    config,
+                    layout,
+                    kv_caches,
+                    jobs=self._jobs,
+                    available=max(0, (available or 0) - pools.nbytes),
+                    tier=self._tier.pools.sources() if self._tier is not None else (),
+                    clock=clock,
+                    wrap_copier=wrap_copier,
+                )
+            self._storage = self._make_storage(config, layout, worker_id=worker_id)
+            setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
+        except BaseException:  # whoever keeps it, to log it or to try again, keeps what was made
+            self._close_copies()
+            raise
         self._copies: list[_Copies] = [c for c in (self._storage, self._tier, self._swap) if c is not None]
-        setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
+        self._is_closed = False
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._reported: tuple[Any, ...] = self._no_memory, (), 0, (), 0, setup  # the last `_state` that was reported
         self._report: StepReport | None = None  # of this state, once it was made
+
+    def _make_tier(
+        self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, pools: HostPlan, **options: Any
+    ) -> TierCopies | None:
+        if not all(self._num_host_slots):
+            return None
+        return TierCopies(config, layout, kv_caches, pools=pools, jobs=self._jobs, **options)
 
     def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
@@ -453,18 +457,19 @@ class OffloadWorker:
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended are never reported.
 
-        It waits at most the job timeout or `MAX_CLOSE_S`; copies still in flight then are left to the runtime.
+        It waits at most the job timeout or `MAX_CLOSE_S`; copies still in flight then are left to the runtime. Calls
+        after the first do nothing.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         waiting_on = [array for copies in self._copies for array in copies.waiting_on(all_of_them=True)]
         timeout_s = min(self._timeout_s, MAX_CLOSE_S)
         if not wait_for_all(waiting_on, timeout_s=timeout_s):
             num_left = sum(not is_ready(array) for array in waiting_on)
             _logger.error("closing with %d copies still in flight after %g s", num_left, timeout_s)
         self._jobs.clear()
-        for pool in self._pools():  # all of them, before the first is waited for
-            pool.stop_growing()
-        for copies in self._copies:
-            copies.close()
+        self._close_copies()
 
     # Inside.
 
@@ -502,6 +507,13 @@ class OffloadWorker:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)
                 self._jobs.drop_ref([job.job_id], error)
+
+    def _close_copies(self) -> None:
+        for pool in self._pools():  # all of them, before the first is waited for
+            pool.stop_growing()
+        for copies in (self._storage, self._tier, self._swap):
+            if copies is not None:
+                copies.close()
 
     def _collect(self) -> None:
         for copies in self._collectable():

@@ -59,6 +59,21 @@ def test_a_tier_that_clears_slowly_is_used_again():
     assert set(engine.keys(B)) <= set(stored(engine))
 
 
+def test_a_tier_that_cannot_be_cleared_is_left_alone_without_a_breaker_too():
+    """An order to clear is repeated until it succeeds, so without a limit an idle engine would do nothing else."""
+    engine = StorageEngine(breaker_failures=0)
+    engine.fill(A)
+    engine.scheduler.reset()
+    (worker,) = engine.workers
+    num_orders = 0
+    while engine.scheduler.has_jobs:
+        plan, _ = engine.step()
+        num_orders += [job.kind for job in plan.jobs].count(JobKind.CLEAR)
+        assert num_orders < 10, "it is ordered in every step"
+        engine.apply(worker, worker.finish(fail=True))
+    assert num_orders == 5
+
+
 # --- cascade ------------------------------------------------------------------------------------
 
 

@@ -149,8 +149,13 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._series: dict[str, tuple[type[Any], dict[int, Any]]] = {}
 
+        # Several API servers have an endpoint together, and each interval is sent to one of them: the newest is right.
+        extras = {Gauge: {"multiprocess_mode": "mostrecent"}}
+
         def add(name: str, kind: type[Any], family: str, text: str, **extra: Any) -> None:
-            metric = metric_types[kind](name=VLLM_PREFIX + family, documentation=text, labelnames=labelnames, **extra)
+            metric = metric_types[kind](
+                name=VLLM_PREFIX + family, documentation=text, labelnames=labelnames, **extras.get(kind, {}), **extra
+            )
             self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
 
         for name, spec in _SPECS.items():
@@ -159,7 +164,10 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
             add(durations.family, Histogram, durations.family, durations.help, buckets=durations.buckets_s)
         self._of_tiers = {
             name: metric_types[_type(spec)](
-                name=VLLM_PREFIX + spec.family, documentation=spec.help, labelnames=[*labelnames, "tier"]
+                name=VLLM_PREFIX + spec.family,
+                documentation=spec.help,
+                labelnames=[*labelnames, "tier"],
+                **extras.get(_type(spec), {}),
             )
             for name, spec in TIER_METRICS.items()
         }

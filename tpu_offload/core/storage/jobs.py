@@ -15,6 +15,7 @@ from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
 WRITES = (*STORAGE_WRITES, JobKind.DEMOTE)
 STORAGE_JOBS = (JobKind.LOOKUP, JobKind.PROMOTE, *WRITES)
 ACCOUNT = "storage"  # for the circuit breakers
+_MAX_REPEATED = 5  # failures in a row of jobs that are repeated until they succeed, if the setting has no limit
 
 
 @final
@@ -36,12 +37,12 @@ class TierJobs:
         self._records = records
         self.breakers: list[CircuitBreaker] = []
 
-    def make_breaker(self, what: str) -> CircuitBreaker:
-        """A circuit breaker for one kind of its jobs."""
+    def make_breaker(self, what: str, *, repeated: bool = False) -> CircuitBreaker:
+        """A circuit breaker for one kind of its jobs. Those `repeated` until they succeed have a limit in any case."""
         config = self._config
         breaker = CircuitBreaker(
             f"{what} {self._label}",
-            num_failures=config.breaker_failures,
+            num_failures=config.breaker_failures or (_MAX_REPEATED if repeated else 0),
             retry_s=config.breaker_retry_s,
             clock=self._clock,
         )

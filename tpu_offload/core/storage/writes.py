@@ -64,7 +64,7 @@ class StorageWrites:
         self._jobs = jobs
         self._has_checkpoints = bool(context.checkpoint_groups)
         self._writes = jobs.make_breaker("cascades to")
-        self._deletions = jobs.make_breaker("deletions in")
+        self._deletions = jobs.make_breaker("deletions in", repeated=True)
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
         self._finished: deque[tuple[ChunkKey, Sequence[ChunkKey]]] = deque()  # see `finish`: last chunk, and all
