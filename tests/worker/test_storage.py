@@ -337,7 +337,12 @@ def test_a_key_is_deleted_before_it_is_written_again():
         assert key_of(1) in engine.disk.values
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), RuntimeError(""), SystemExit(1)])
+class WithoutTextError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), RuntimeError(""), SystemExit(1), WithoutTextError()])
 @pytest.mark.parametrize("call", ["read", "write", "delete"])
 def test_a_call_that_raises_fails_its_chunks_and_no_others(call, error):
     engine = StorageEngine()

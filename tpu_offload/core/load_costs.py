@@ -38,8 +38,8 @@ class TwoTermFit:
         self.is_separable = False
 
     def add(self, main: float, other: float, seconds: float) -> None:
-        """Adds a measurement; one without time or amount is ignored."""
-        if seconds > 0 and main > 0:
+        """Adds a measurement; one without an amount, or of less than 1 ns or more than 30 years, is ignored."""
+        if 1e-9 <= seconds <= 1e9 and main > 0:
             ratio = math.frexp(other / main)[1] if self._by_ratio else 0
             self._latest.setdefault(ratio, deque(maxlen=_NUM_MEASUREMENTS)).append((main / seconds, other / seconds))
             if len(self._measured) >= _LEAST_MEASUREMENTS:

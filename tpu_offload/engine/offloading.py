@@ -85,7 +85,6 @@ class Offloading:
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
-        self._layout = layout
         self._block_size = layout.block_size
         self._chunk_tokens = layout.block_size * config.blocks_per_chunk
         self._has_states = layout.state_group is not None

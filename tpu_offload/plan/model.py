@@ -180,11 +180,6 @@ class ModelShape:
         """Whether it has latent attention."""
         return bool(self.attention[0].latent_widths)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers with KV or a state."""
-        return sum(layers.count for layers in self.attention) + (self.states.count if self.states else 0)
-
     def weight_nbytes(self, *, attention_copies: int = 1) -> float:
         """Bytes of the weights over all devices; with data-parallel ranks each has a copy of the attention's."""
         params, bits = self.params, self.weight_bits

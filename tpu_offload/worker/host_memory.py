@@ -238,5 +238,9 @@ def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
 
 
 def error_line(error: BaseException) -> str:
-    """An error in one line, for a report."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    """An error in one line, for a report; those of a tier or policy of the user's own may have no text."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "it cannot be printed"
+    return f"{type(error).__name__}: {text}".splitlines()[0]

@@ -283,6 +283,17 @@ def test_the_end_of_a_long_prompt_does_not_hide_what_a_short_one_takes(by_ratio)
     assert (estimate < 1.5 * 0.0103) == by_ratio, "by position, or only the latest"
 
 
+def test_times_that_cannot_be_are_no_measurements():
+    fit = TwoTermFit()
+    for seconds in (1e200, 5e-324, float("nan"), float("inf"), 0.0, -1.0):
+        for _ in range(5):
+            fit.add(2.0**62, 1.0, seconds)
+    assert fit.seconds(1.0, 1.0) is None
+    for _ in range(5):
+        fit.add(2.0**62, 0.0, 1e-9)
+    assert fit.seconds(2.0**62, 0.0) == pytest.approx(1e-9)
+
+
 def test_factors_are_fitted_and_never_negative():
     fit = TwoTermFit()
     fit.add(1.0, 1.0, 3.0)

@@ -208,7 +208,7 @@ def test_a_long_prompt_is_evicted_from_its_tail():
 
 
 def test_prefixes_that_wait_to_count_as_used_are_bounded(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 2)
+    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 0)
     engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
     for name in "abcd":
         engine.serve(name, prompt(ord(name), num_blocks=10))

@@ -69,10 +69,8 @@ class PrefixTree:
         return False
 
     def reserve(self, num_slots: int, *, max_slots: int) -> None:
-        """Makes the columns long enough for `num_slots` slots, and longer up to `max_slots`, so that this is rare."""
+        """Makes the columns, which are shorter, long enough for `num_slots` slots, and longer up to `max_slots`."""
         num_before = len(self.keys)
-        if num_slots <= num_before:
-            return
         num_slots = min(max(num_slots, num_before + min(num_before, _MAX_NEW) + 64), max_slots)
         self.keys.resize(num_slots, refcheck=False)  # moves pointers, or whole pages of them, and counts no references
         self.keys[num_before:] = None
