@@ -313,3 +313,15 @@ def test_parts_of_a_class_that_is_nearly_always_used_again_at_one_age_are_worth_
     learnt.learn([1], [[0.0] * 3])
     whole, *parts = density(learnt, [100])[0]
     assert parts == pytest.approx([whole, whole], rel=1e-3)
+
+
+@pytest.mark.parametrize("often", [True, False], ids=["one is used ten times as often", "both alike"])
+def test_parts_whose_chunks_live_only_between_two_estimates_are_compared(often) -> None:
+    """In a small tier that is the rule: a lifetime of 100 ends long before the next estimate."""
+    learnt = Lifetimes((1.0,), half_life=10**9, parts=[0, 0])
+    for _ in range(20):
+        for i in range(50):
+            learnt.end(1, 4, 100, used=True)
+            learnt.end(2, 4, 100, used=not often or i % 10 == 0)
+        learnt.learn([1], [[0.0] * 3], elapsed=2048)
+    assert learnt.parts_differ() == [often]

@@ -67,6 +67,7 @@ class Lifetimes:
         of time. `first_density` says where those of an age are. Flat, because loops read single ones.
       all_uses, all_in_hbm, all_ends: float64[classes, age groups], chunks whose lifetimes ended at that age: by a use,
         by one that HBM served, and at all. Halved in weight after each half-life.
+      all_ages: the same shape, the sum of the ages at which all these lifetimes ended.
       all_runs: the same shape, the runs that were used since the last estimate and that HBM lacked.
       constant_rates: the classes in which age does not matter.
       part_rates: the classes whose parts differ.
@@ -91,17 +92,17 @@ class Lifetimes:
         self._half_life = half_life
         self._num_ended = 0
         # `array`s for counting single events, with numpy views of all counts.
-        counters = [array("d", [0.0]) * (num_classes * _NUM_GROUPS) for _ in range(4)]
-        self._uses, self._in_hbm, self._ends, self._runs = counters
-        self.all_uses, self.all_in_hbm, self.all_ends, self.all_runs = (
+        counters = [array("d", [0.0]) * (num_classes * _NUM_GROUPS) for _ in range(5)]
+        self._uses, self._in_hbm, self._ends, self._ages, self._runs = counters
+        self.all_uses, self.all_in_hbm, self.all_ends, self.all_ages, self.all_runs = (
             np.frombuffer(counts).reshape(num_classes, _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
         self.densities = array("d", [0.0]) * (_NUM_GROUPS * num_classes)
         self._density = np.frombuffer(self.densities).reshape(_NUM_GROUPS, num_classes)
-        # As of the last estimate, by class and age group: chunks alive, uses that HBM did not serve, predicted rates of
-        # all uses, and the share of the uses that HBM leaves to this tier.
-        self._alive_then, self._hits_then = np.zeros_like(self.all_uses), np.zeros_like(self.all_uses)
+        # As of the last estimate, by class and age group: chunks alive, chunks times time so far, uses that HBM did not
+        # serve, predicted rates of all uses, and the share of the uses that HBM leaves to this tier.
+        self._alive_then, self._lived_then, self._hits_then = (np.zeros_like(self.all_uses) for _ in range(3))
         self._rates, self._shares = np.ones_like(self.all_uses), np.ones_like(self.all_uses)
         self.constant_rates = ConstantRates(num_classes)
         self.part_rates = PartRates(self._whole[: len(num_uses), len(num_uses) :])
@@ -122,6 +123,7 @@ class Lifetimes:
         """
         place = class_id * _NUM_GROUPS + bisect(AGES, float(age))  # floats are compared faster with each other
         self._ends[place] += num_chunks
+        self._ages[place] += num_chunks * age
         if used:
             self._uses[place] += num_chunks
             if in_hbm:
@@ -135,17 +137,22 @@ class Lifetimes:
         """The index in `densities` of the hit density of the first class at this age; the other classes follow."""
         return bisect(AGES, float(age)) * self.num_classes
 
-    def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, elapsed: int = 0) -> None:
+    def learn(
+        self, ages: Sequence[int], alive: Sequence[Sequence[float]], *, youngest: int = 0, elapsed: int = 0
+    ) -> None:
         """Estimates hit densities from all counts.
 
         Args:
-          ages: ages of running lifetimes; ages below the lowest are not distinguished.
+          ages: ages of running lifetimes.
           alive: for each of these ages, how many chunks of each class have it.
+          youngest: ages below this one, or below the lowest of `ages`, are not distinguished.
           elapsed: the time since the last estimate, if that is short enough to compare what it predicted.
         """
         groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
-        first = int(groups.min())
-        alive_now = np.asarray(alive, np.float64).T @ np.equal.outer(groups, np.arange(_NUM_GROUPS))
+        first = bisect(AGES, float(max(min(ages), youngest)))
+        counts_alive = np.asarray(alive, np.float64).T
+        alive_now = counts_alive @ np.equal.outer(groups, np.arange(_NUM_GROUPS))
+        lived_now = counts_alive @ np.clip(np.subtract.outer(ages, _STARTS), 0.0, _WIDTHS)
         all_alive = self._whole @ alive_now
         if elapsed:
             hits = self.all_uses - self.all_in_hbm - self._hits_then
@@ -156,17 +163,37 @@ class Lifetimes:
             rates = self._rates[:, first:]
             self.constant_rates.observe(uses, runs, exposure, rates)
             parts = slice(len(self._factors), None)
+            exposure[parts] = self._part_exposure(all_alive, lived_now, elapsed, first)
             self.part_rates.observe(runs[parts], exposure[parts], rates[parts])
         self.all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
-            for counts in (self.all_uses, self.all_in_hbm, self.all_ends):
+            for counts in (self.all_uses, self.all_in_hbm, self.all_ends, self.all_ages):
                 counts /= 2
             self.constant_rates.halve()
             self.part_rates.halve()
         self._alive_then, self._hits_then = all_alive, self.all_uses - self.all_in_hbm
+        self._lived_then = lived_now + self._ended_lived()
         ends = self._pooled @ (self.all_ends + alive_now)
         self._estimate(self._pooled @ self.all_uses, self._pooled @ self.all_in_hbm, ends, first)
+
+    def _part_exposure(self, alive: _Floats, lived: _Floats, elapsed: int, first: int) -> _Floats:
+        """Chunks of parts that HBM lacks times the time that they spent in each age group since the last estimate.
+
+        At ages that take longer to reach than the time since then: what is alive, on average of then and now. But a
+        lifetime that got to a younger age may have begun and ended meanwhile, and few are at such an age at any one
+        time. So there all lifetimes count, running and ended ones, by the time that they spent in the group.
+        """
+        alive_on_average = (self._alive_then + alive) / 2 * elapsed
+        since = np.maximum(lived + self._ended_lived() - self._lived_then, 0.0)
+        exposure: _Floats = np.where(elapsed > _STARTS, since, alive_on_average) * self._shares
+        return _from(exposure[len(self._factors) :], first)
+
+    def _ended_lived(self) -> _Floats:
+        """Chunks times the time that lifetimes that ended had spent in each age group; by class or part."""
+        longer = np.cumsum(self.all_ends[:, ::-1], axis=1)[:, ::-1] - self.all_ends
+        lived: _Floats = self.all_ages - self.all_ends * _STARTS + longer * _WIDTHS
+        return lived
 
     def parts_differ(self) -> list[bool]:
         """For each class whether its parts are used at different rates, as last estimated."""

@@ -308,7 +308,7 @@ class RunQueues:
             alive = [time_slice.alive for time_slice in slices]
             # After a pause (nothing was evicted) the ages of what was alive meanwhile are not known.
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
-            self.lifetimes.learn([max(age, self._young) for age in ages], alive, elapsed=elapsed)
+            self.lifetimes.learn(ages, alive, youngest=self._young, elapsed=elapsed)
             self._set_apart(self.lifetimes.parts_differ())
         densities = self.lifetimes.densities
         queues: dict[int, Queue] = {}
