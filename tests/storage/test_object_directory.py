@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import stat
 import threading
 
 import pytest
@@ -92,3 +93,28 @@ def test_an_earlier_generation_without_files_is_removed_at_the_start(tmp_path):
     wait_until_swept()
     tier.close()
     assert {path.name for path in root.iterdir()} == current
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_a_new_directory_is_for_its_user_only(tmp_path, usual_umask):
+    tier = opened(tmp_path / "parent" / "new")
+    write(tier, key_of(1), 1)
+    tier.close()
+    assert mode_of(tmp_path / "parent") == 0o755
+    assert mode_of(tmp_path / "parent" / "new") == 0o700
+
+
+def test_a_directory_that_was_there_keeps_its_mode(tmp_path, usual_umask):
+    tmp_path.chmod(0o775)
+    opened(tmp_path).close()
+    assert mode_of(tmp_path) == 0o775

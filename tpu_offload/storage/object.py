@@ -393,7 +393,7 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
         )
     try:
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # obstore's files have what the umask gives
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
         raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
