@@ -423,6 +423,8 @@ def test_https_where_there_is_none(shared_server, caplog):
         ("file:///dev/null/\x1b[31m", r"file:///dev/null/\x1b[31m cannot be opened"),
         ("s3://bucket?secret_access_key=SECRET", "has no option 'secret_access_key'"),
         ("s3://bucket?endpont=x", "did you mean endpoint?"),
+        ("gs://bucket?anonymous=true", "anonymous='true'; expected no such option with gs://: writes need credentials"),
+        ("gs://bucket?anonymos=true", "has no option 'anonymos'. It has: "),
         ("s3://bucket?retries=-1", "retries='-1'; expected a number from 0 to 100"),
         ("s3://bucket?ca_file=/no/such/file", "a file that can be read"),
         ("s3://bucket?ca_file=/dev/null&endpoint=https://127.0.0.1:1", ""),

@@ -378,11 +378,13 @@ def _s3(options: UrlOptions) -> Mapping[str, Any]:
 
 
 def _gcs(options: UrlOptions) -> Mapping[str, Any]:
+    # obstore asks for a token before a PUT even with `skip_signature` (arrow-rs-object-store issue 520).
+    options.refuse(
+        "anonymous",
+        "no such option with gs://: writes need credentials, from GOOGLE_SERVICE_ACCOUNT or a metadata server",
+    )
     endpoint = options.url("endpoint")
-    config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
-    if options.boolean("anonymous", False):
-        config["skip_signature"] = True
-    return config
+    return {"base_url": endpoint} if endpoint else {}
 
 
 def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
