@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import threading
 import time
 
 import obstore
@@ -25,7 +26,7 @@ from tests.storage.objects import (
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
-from tpu_offload.storage.object import ObjectTier
+from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,52 @@ def test_a_clear_leaves_nothing(store_url):
         assert read(tier, key_of(1)) == payload(50)
     with opened(store_url) as tier:
         assert tier.stored_keys() == [key_of(1)]
+
+
+def close_while_deleting(tier, begin, monkeypatch, *, in_batches):
+    """Closes a tier while its sweep is in the first call that deletes; returns how many such calls there were."""
+    begun, is_closing, calls = threading.Event(), threading.Event(), []
+
+    def slow(call):
+        def wrapped(*args, **kwargs):
+            if threading.current_thread().name == SWEEPER_NAME:
+                if not (in_batches or isinstance(args[-1], str)):
+                    raise FileNotFoundError
+                calls.append(args)
+                begun.set()
+                assert is_closing.wait(LATE_S)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "delete", slow(obstore.delete))
+        patch.setattr(os, "unlink", slow(os.unlink))
+        begin()
+        assert begun.wait(LATE_S)
+        threading.Timer(0.5, is_closing.set).start()
+        tier.close()
+    return len(calls)
+
+
+@pytest.mark.parametrize("in_batches", [True, False])  # False: as a server that has lost an object of each
+def test_a_close_waits_for_one_call_and_the_next_start_deletes_the_rest(store_url, monkeypatch, in_batches):
+    monkeypatch.setattr(object_tier, "BATCH", 2)
+    with opened(store_url) as tier:
+        for i in range(NUM_CHUNKS):
+            write(tier, key_of(i), i)
+        assert close_while_deleting(tier, tier.clear, monkeypatch, in_batches=in_batches) == 1
+        left = names(tier)
+        assert len(left) > 2
+    with opened(store_url) as tier:
+        assert close_while_deleting(tier, tier.stored_keys, monkeypatch, in_batches=in_batches) == 1
+        assert 1 < len(names(tier)) < len(left)
+    with opened(store_url) as tier:
+        assert not tier.stored_keys()
+        wait_until_swept()
+        assert names(tier) == [marker_of(tier)]
+        if (directory := directory_of(tier)) is not None:
+            assert [path.name for path in (directory / root_of(tier)).iterdir()] == ["generation"]
 
 
 def test_what_is_written_after_all_objects_were_deleted_is_found_by_the_next_start(store_url):
@@ -376,6 +423,8 @@ def test_https_where_there_is_none(shared_server, caplog):
         ("file:///dev/null/\x1b[31m", r"file:///dev/null/\x1b[31m cannot be opened"),
         ("s3://bucket?secret_access_key=SECRET", "has no option 'secret_access_key'"),
         ("s3://bucket?endpont=x", "did you mean endpoint?"),
+        ("gs://bucket?anonymous=true", "anonymous='true'; expected no such option with gs://: writes need credentials"),
+        ("gs://bucket?anonymos=true", "has no option 'anonymos'. It has: "),
         ("s3://bucket?retries=-1", "retries='-1'; expected a number from 0 to 100"),
         ("s3://bucket?ca_file=/no/such/file", "a file that can be read"),
         ("s3://bucket?ca_file=/dev/null&endpoint=https://127.0.0.1:1", ""),

@@ -15,10 +15,8 @@ is stored at all, has other bytes; readers verify every record.
 
 import itertools
 import logging
-import os
 import re
 import secrets
-import shutil
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +31,7 @@ from obstore.store import GCSStore, LocalStore, MemoryStore, S3Store
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
+from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
 
@@ -47,7 +46,6 @@ _EXAMPLE = "gs://bucket/prefix"
 MARKER = "generation"
 _MAX_PART = 200  # characters between slashes: file systems allow 255
 _STREAM_NBYTES = 1 << 20
-STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
 BATCH = 1000
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
 _SUFFIX = ".kv"  # so that no object of a long key is below one of a shorter key
@@ -200,7 +198,7 @@ class ObjectTier(StorageTier):
         """See `StorageTier.close`."""
         self._stop.set()
         for sweeper in self._sweepers:
-            sweeper.join()  # at most one call of the store
+            sweeper.join()  # at most one call of the store or the file system
 
     # Inside.
 
@@ -209,10 +207,11 @@ class ObjectTier(StorageTier):
 
     def _listing(self) -> tuple[list[bytes], list[str], set[str]]:
         """The keys to keep, oldest first; other objects of this generation; and other generations."""
-        if self._directory is not None:
-            _remove_staging_files(self._directory / self._root)
         prefix = f"{self._root}/{self._generation}/"
         found, surplus, others = [], [], set()
+        if self._directory is not None:
+            remove_staging_files(self._directory / self._root)
+            others |= directories_of(self._directory / self._root)  # also those without files
         for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=BATCH)):
             path = entry["path"]
             generation = path.removeprefix(f"{self._root}/").split("/")[0]
@@ -226,7 +225,7 @@ class ObjectTier(StorageTier):
         found.sort()
         first = max(0, len(found) - self.spec.num_chunks)
         surplus += [self._name(key) for _, key in found[:first]]
-        return [key for _, key in found[first:]], surplus, others - {MARKER}
+        return [key for _, key in found[first:]], surplus, others - {MARKER, self._generation}
 
     def _renew(self) -> None:
         """Begins a new generation, which `_publish` makes durable."""
@@ -260,7 +259,7 @@ class ObjectTier(StorageTier):
             self._is_published = True
 
     def _sweep(self, generations: Iterable[str]) -> None:
-        """Deletes earlier generations in the background."""
+        """Deletes earlier generations in the background, until `close`; the next start finds what is left."""
         if old := sorted(generations):
             sweeper = threading.Thread(target=self._run_sweep, args=(old,), name=SWEEPER_NAME, daemon=True)
             self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
@@ -269,14 +268,15 @@ class ObjectTier(StorageTier):
     def _run_sweep(self, generations: Sequence[str]) -> None:
         try:
             for generation in generations:
+                if self._stop.is_set():
+                    return
                 root = f"{self._root}/{generation}"
                 if self._directory is not None:
-                    shutil.rmtree(self._directory / root, ignore_errors=True)
+                    remove_tree(self._directory / root, self._stop)
                     continue
-                for entries in obstore.list(self._store, root, chunk_size=BATCH):
-                    if self._stop.is_set():
-                        return
-                    delete_objects(self._store, [entry["path"] for entry in entries])
+                pages = iter(obstore.list(self._store, root, chunk_size=BATCH))
+                while not self._stop.is_set() and (entries := next(pages, None)) is not None:
+                    delete_objects(self._store, [entry["path"] for entry in entries], self._stop)
         except (BaseError, OSError) as e:
             _logger.warning(
                 "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
@@ -285,25 +285,34 @@ class ObjectTier(StorageTier):
             )
 
 
-def delete_objects(store: Store, names: Sequence[str]) -> None:
+def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
     """Deletes objects; those that are missing are ignored.
 
+    Args:
+      store: that has them.
+      names: of the objects.
+      stop: once it is set no further call of the store begins.
     Raises:
       OSError: some of them may still be stored.
     """
+    stop = stop or threading.Event()
     for batch in itertools.batched(names, BATCH):
+        if stop.is_set():
+            return
         try:
             if not isinstance(store, (S3Store, MemoryStore)):
                 raise FileNotFoundError  # some may be missing, and a batch ends at the first of them
             obstore.delete(store, batch)
         except FileNotFoundError:
-            _delete_one_by_one(store, batch)
+            _delete_one_by_one(store, batch, stop)
         except (BaseError, OSError) as e:
             raise OSError(reason(e)) from e
 
 
-def _delete_one_by_one(store: Store, names: Sequence[str]) -> None:
+def _delete_one_by_one(store: Store, names: Sequence[str], stop: threading.Event) -> None:
     for name in names:
+        if stop.is_set():
+            return
         try:
             obstore.delete(store, name)
         except FileNotFoundError:
@@ -369,11 +378,13 @@ def _s3(options: UrlOptions) -> Mapping[str, Any]:
 
 
 def _gcs(options: UrlOptions) -> Mapping[str, Any]:
+    # obstore asks for a token before a PUT even with `skip_signature` (arrow-rs-object-store issue 520).
+    options.refuse(
+        "anonymous",
+        "no such option with gs://: writes need credentials, from GOOGLE_SERVICE_ACCOUNT or a metadata server",
+    )
     endpoint = options.url("endpoint")
-    config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
-    if options.boolean("anonymous", False):
-        config["skip_signature"] = True
-    return config
+    return {"base_url": endpoint} if endpoint else {}
 
 
 def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
@@ -384,18 +395,10 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
         )
     try:
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # obstore's files have what the umask gives
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
         raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
-
-
-def _remove_staging_files(root: Path) -> None:
-    """Removes files whose writer was killed. obstore does not list them."""
-    for directory, _, names in os.walk(root):
-        for name in names:
-            if STAGING.search(name):
-                Path(directory, name).unlink(missing_ok=True)
 
 
 def new_generation() -> str:

@@ -16,7 +16,6 @@ from tpu_offload.storage.object import (
     BATCH,
     GENERATION,
     MARKER,
-    STAGING,
     delete_objects,
     key_of,
     new_generation,
@@ -24,6 +23,7 @@ from tpu_offload.storage.object import (
     reason,
     where,
 )
+from tpu_offload.storage.object_directory import STAGING
 
 _STREAM_NBYTES = 1 << 20
 _NO_RANGES = "non-partial response"  # in the error of servers that answer a request for a range with the whole object

@@ -1,0 +1,48 @@
+"""The directory of an `object` tier, where obstore's `LocalStore` does not do what the tier needs."""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
+
+
+def directories_of(root: Path) -> set[str]:
+    """The names of the directories in a directory, without symbolic links. obstore lists no directory without files."""
+    _, names, _ = next(os.walk(root), ("", [], []))
+    return {name for name in names if not (root / name).is_symlink()}
+
+
+def remove_staging_files(root: Path) -> None:
+    """Removes files whose writer was killed. obstore does not list them."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            if STAGING.search(name):
+                Path(directory, name).unlink(missing_ok=True)
+
+
+def remove_tree(root: Path, stop: threading.Event) -> None:
+    """Removes a directory and all in it that can be removed, as `shutil.rmtree` does, which cannot be stopped.
+
+    Args:
+      root: the directory; a symbolic link is left alone.
+      stop: once it is set nothing further is removed.
+    """
+    for remove, path in _removals(root):
+        if stop.is_set():
+            return
+        with contextlib.suppress(OSError):
+            remove(path)
+
+
+def _removals(root: Path) -> Iterator[tuple[Callable[[str], None], str]]:
+    """What removes a directory, from the leaves to the root, with the path for each."""
+    if root.is_symlink():
+        return
+    for directory, directories, names in os.walk(root, topdown=False):
+        for name in (*names, *directories):  # links, of the directories: others are gone, or stay with what they have
+            yield os.unlink, os.path.join(directory, name)
+        yield os.rmdir, directory
