@@ -208,10 +208,14 @@ def test_a_long_prompt_is_evicted_from_its_tail():
 
 
 def test_prefixes_that_wait_to_count_as_used_are_bounded(monkeypatch):
-    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 0)
+    monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 2)
     engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
     for name in "abcd":
-        engine.serve(name, prompt(ord(name), num_blocks=10))
+        engine.add(name, prompt(ord(name), num_blocks=10))
+        engine.step({name: 40})
+    engine.settle()
+    for name in "abcd":  # before any of it is written
+        engine.remove(name)
     engine.scheduler.check_invariants()
     engine.rest()
     last = engine.keys(prompt(ord("d"), num_blocks=10))
