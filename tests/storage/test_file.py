@@ -33,6 +33,7 @@ from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage import file as file_module
 from tpu_offload.storage import make_tier
 from tpu_offload.storage.file import FileOptions, FileTier
+from tpu_offload.storage.slot_files import HINT
 
 ROOT = Path(__file__).parents[2]
 
@@ -540,7 +541,7 @@ def test_a_start_reads_hints_only(tmp_path):
     record_nbytes, num_chunks = 8192, 50_000
     spec = dataclasses.replace(spec_in(tmp_path), record_nbytes=record_nbytes, num_chunks=num_chunks)
     tier = FileTier(spec)
-    hints = np.zeros(num_chunks, file_module.HINT)
+    hints = np.zeros(num_chunks, HINT)
     hints["generation"], hints["order"], hints["key_nbytes"] = tier.generation, np.arange(num_chunks)[::-1], 8
     hints["key"] = [i.to_bytes(46, "little") for i in range(num_chunks)]
     tier.close()

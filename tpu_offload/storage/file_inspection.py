@@ -19,15 +19,14 @@ from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.directory_lock import LOCK_NAME, lock, unlock
 from tpu_offload.storage.file import (
     DIRECTORY_NAME,
-    HINT,
     SEGMENT_NAME,
-    DirectoryHeader,
     FileOptions,
     segment_name,
     slots_per_segment,
 )
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import Damage, Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
+from tpu_offload.storage.slot_files import HINT, DirectoryHeader
 
 _WORKER = re.compile(r"worker-(0|[1-9]\d*)")
 _PLACE = re.compile(r"(worker-\d+)/segment-(\d+)\.kv\+(\d+)")
