@@ -186,6 +186,35 @@ def test_a_forked_process_does_not_hold_the_directory(tmp_path):
     assert others == ["True", "0"]
 
 
+def descriptors():
+    """Numbers of the open descriptors of this process."""
+    return {int(name) for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).exists()}
+
+
+def test_a_second_close_closes_no_other_file(tmp_path):
+    """Not those that have the numbers by then: of an application, or of the tier that was made next."""
+    before = descriptors()
+    tier, _ = opened(tmp_path / "kv")
+    of_tier = descriptors() - before
+    tier.close()
+    assert descriptors() == before
+    files = [(tmp_path / str(i)).open("wb", buffering=0) for i in range(2 * max(of_tier))]
+    assert of_tier <= {file.fileno() for file in files}
+    tier.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        tier.clear()
+    for file in files:
+        assert file.write(b"x") == 1
+        file.close()
+    assert {(tmp_path / str(i)).read_bytes() for i in range(len(files))} == {b"x"}
+    second, _ = opened(tmp_path / "kv")
+    tier.close()
+    write(second, key_of(1), 1)
+    assert read(second, key_of(1)) == payload(1)
+    expect_refused(tmp_path / "kv", "worker-1 is used by this process already")
+    second.close()
+
+
 # --- the options ----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
-from tpu_offload.storage.directory_lock import lock, unlock
+from tpu_offload.storage.directory_lock import lock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.slot_files import HINT, HINT_FIELDS, HINT_KEY_NBYTES, Segment, SlotDirectory, directory_nbytes
@@ -233,13 +233,13 @@ class FileTier(StorageTier):
         self.generation = self._directory.generation
 
     def close(self) -> None:
-        """See the base class."""
+        """See the base class. Does nothing if it is closed."""
         for segment in self._segments:
             segment.close()
         self._segments = []
         if (directory := getattr(self, "_directory", None)) is not None:
             directory.close()
-        unlock(self._lock)
+        self._lock.close()
 
     def _segment(self, slot: int) -> Segment:
         return self._segments[slot // self._segment_slots]

@@ -16,7 +16,7 @@ from typing import final
 import numpy as np
 
 from tpu_offload.errors import ConfigError, TransferError
-from tpu_offload.storage.directory_lock import LOCK_NAME, lock, unlock
+from tpu_offload.storage.directory_lock import LOCK_NAME, lock
 from tpu_offload.storage.file import (
     DIRECTORY_NAME,
     SEGMENT_NAME,
@@ -172,7 +172,7 @@ class FileInspector(StoreInspector):
         with contextlib.ExitStack() as locks:
             self.check_unused()
             for worker in self._workers:
-                locks.callback(unlock, lock(str(worker)))
+                locks.callback(lock(str(worker)).close)
             nums = [len(directory.taken) + len(directory.others) for directory in map(_Directory, self._workers)]
             for worker in self._workers:
                 _truncate(worker / DIRECTORY_NAME)

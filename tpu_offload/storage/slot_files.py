@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from tpu_offload.storage.contract import StorageSpec
+from tpu_offload.storage.descriptor import Descriptor
 from tpu_offload.storage.format import PAGE_NBYTES
 
 _logger = logging.getLogger(__name__)
@@ -68,21 +69,21 @@ class SlotDirectory:
     def __init__(self, path: str, spec: StorageSpec) -> None:
         self._spec = spec
         self._directory = os.path.dirname(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = Descriptor(path)
         try:
             self.generation = self._read_header()
             if not self.generation:
                 self.renew()
             nbytes = directory_nbytes(spec)
-            os.ftruncate(self._fd, nbytes)
-            os.posix_fallocate(self._fd, 0, nbytes)  # a hint must have room when others have filled the disk
+            os.ftruncate(self._file.fd, nbytes)
+            os.posix_fallocate(self._file.fd, 0, nbytes)  # a hint must have room when others have filled the disk
         except BaseException:
             self.close()
             raise
 
     def _read_header(self) -> int:
         """The generation; 0 if the directory is new, damaged or not of this spec."""
-        header = DirectoryHeader.parse(os.pread(self._fd, PAGE_NBYTES, 0))
+        header = DirectoryHeader.parse(os.pread(self._file.fd, PAGE_NBYTES, 0))
         spec = self._spec
         if header is None:
             return 0
@@ -105,8 +106,8 @@ class SlotDirectory:
             bytes.fromhex(spec.fingerprint),
         )  # fmt: skip
         page[-8:] = xxhash.xxh3_64_digest(page[:-8])
-        _write(self._fd, 0, memoryview(page))
-        os.fsync(self._fd)
+        _write(self._file.fd, 0, memoryview(page))
+        os.fsync(self._file.fd)
         self.generation = generation
 
     def read(self) -> "np.ndarray[Any, Any]":
@@ -116,18 +117,18 @@ class SlotDirectory:
 
     def _pieces(self, nbytes: int) -> Iterator[bytes]:
         start = PAGE_NBYTES
-        while nbytes and (piece := os.pread(self._fd, min(nbytes, 2**24), start)):
+        while nbytes and (piece := os.pread(self._file.fd, min(nbytes, 2**24), start)):
             yield piece
             start, nbytes = start + len(piece), nbytes - len(piece)
         yield bytes(nbytes)
 
     def write(self, slot: int, hint: bytes) -> None:
         """Replaces the hint of a slot."""
-        _write(self._fd, PAGE_NBYTES + slot * HINT.itemsize, memoryview(hint))
+        _write(self._file.fd, PAGE_NBYTES + slot * HINT.itemsize, memoryview(hint))
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file, unless it is closed."""
+        self._file.close()
 
 
 @final
@@ -136,46 +137,45 @@ class Segment:
 
     def __init__(self, path: str, nbytes: int, *, direct: bool) -> None:
         self.is_direct = False
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
+        self._file = Descriptor(path)
         try:
-            os.ftruncate(self._fd, min(nbytes, os.fstat(self._fd).st_size))
-            os.posix_fallocate(self._fd, 0, nbytes)
+            os.ftruncate(self._file.fd, min(nbytes, os.fstat(self._file.fd).st_size))
+            os.posix_fallocate(self._file.fd, 0, nbytes)
             if direct:
-                self._use_direct(path, flags)
+                self._use_direct(path)
         except BaseException:
             self.close()
             raise
 
-    def _use_direct(self, path: str, flags: int) -> None:
+    def _use_direct(self, path: str) -> None:
         """Bypasses the page cache if a page can be read and written that way."""
         try:
-            fd = os.open(path, flags | os.O_DIRECT)
+            direct = Descriptor(path, os.O_DIRECT)
         except OSError:
             return
         page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
         try:
-            _read(fd, 0, page)
-            _write(fd, 0, page)  # what was there
+            _read(direct.fd, 0, page)
+            _write(direct.fd, 0, page)  # what was there
         except OSError as e:
-            os.close(fd)
+            direct.close()
             if e.errno == errno.EINVAL:
                 return
             raise
-        os.close(self._fd)
-        self._fd, self.is_direct = fd, True
+        self._file.close()
+        self._file, self.is_direct = direct, True
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fills the target from the file."""
-        _read(self._fd, offset, target)
+        _read(self._file.fd, offset, target)
 
     def write(self, offset: int, source: memoryview) -> None:
         """Writes all of the source into the file."""
-        _write(self._fd, offset, source)
+        _write(self._file.fd, offset, source)
 
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
+        """Closes the file, unless it is closed."""
+        self._file.close()
 
 
 def _read(fd: int, offset: int, target: memoryview) -> None:
