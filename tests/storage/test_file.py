@@ -395,6 +395,27 @@ def test_flipped_bits_of_the_directory_cost_chunks(tmp_path):
     assert {0, 1, NUM_CHUNKS} <= set(num_missing)
 
 
+@pytest.mark.parametrize("order", [2**64 - 1, 2**64 - 2, 2**63, 2**63 - 1])
+def test_a_damaged_order_stops_no_writes(tmp_path, order):
+    """Also not those of later starts, or a few of them later; and nothing that is written is lost."""
+    directory = filled(tmp_path, num=4) / "directory.bin"
+    with directory.open("r+b") as file:
+        file.seek(4096 + 64 + 8)
+        file.write(struct.pack("<Q", order))
+    held = set(range(4))
+    for life in range(4):
+        tier, keys = opened(tmp_path)
+        assert sorted(keys) == sorted(map(key_of, held))
+        if order > 2**63 - 1:
+            assert keys[0] == key_of(1), "it counts as the first"
+            assert keys[1:] == [key_of(i) for i in sorted(held - {1})]
+        for i in range(10 + 3 * life, 13 + 3 * life):
+            write(tier, key_of(i), i)
+            held.add(i)
+        assert all(read(tier, key_of(i)) == payload(i) for i in held)
+        tier.close()
+
+
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 4096 + 77])
 @pytest.mark.parametrize("name", ["segment-000.kv", "directory.bin"])
 def test_what_was_truncated_is_missing(tmp_path, name, nbytes):

@@ -31,7 +31,15 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.directory_lock import lock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import StoreInspector
-from tpu_offload.storage.slot_files import HINT, HINT_FIELDS, HINT_KEY_NBYTES, Segment, SlotDirectory, directory_nbytes
+from tpu_offload.storage.slot_files import (
+    HINT,
+    HINT_FIELDS,
+    HINT_KEY_NBYTES,
+    Segment,
+    SlotDirectory,
+    directory_nbytes,
+    orders,
+)
 from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
@@ -158,7 +166,8 @@ class FileTier(StorageTier):
         """See the base class."""
         hints = self._directory.read()
         taken = np.flatnonzero(hints["generation"] == self.generation)
-        taken = taken[np.argsort(hints["order"][taken], kind="stable")]
+        written = orders(hints[taken])
+        taken = taken[np.argsort(written, kind="stable")]
         prefixes, lengths = hints["key"][taken].tobytes(), hints["key_nbytes"][taken].tolist()
         for i, (slot, nbytes) in enumerate(zip(taken.tolist(), lengths, strict=True)):
             start = i * HINT_KEY_NBYTES
@@ -168,7 +177,7 @@ class FileTier(StorageTier):
                 self._index[key] = slot
         used = set(self._index.values())
         self._free = [slot for slot in range(self.spec.num_chunks - 1, -1, -1) if slot not in used]
-        self._order = int(hints["order"][taken[-1]]) if len(taken) else 0
+        self._order = int(written.max(initial=0))
         return list(self._index)
 
     def _key_of(self, slot: int) -> bytes:

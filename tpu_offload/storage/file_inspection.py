@@ -26,7 +26,7 @@ from tpu_offload.storage.file import (
 )
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import Damage, Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
-from tpu_offload.storage.slot_files import HINT, DirectoryHeader
+from tpu_offload.storage.slot_files import HINT, DirectoryHeader, orders
 
 _WORKER = re.compile(r"worker-(0|[1-9]\d*)")
 _PLACE = re.compile(r"(worker-\d+)/segment-(\d+)\.kv\+(\d+)")
@@ -213,7 +213,7 @@ class _Directory:
         generations = self.hints["generation"]
         self.others = np.flatnonzero((generations != current) & (generations != 0))
         taken = np.flatnonzero((generations == current) & (generations != 0))
-        self.taken = taken[np.argsort(self.hints["order"][taken], kind="stable")]
+        self.taken = taken[np.argsort(orders(self.hints[taken]), kind="stable")]
 
     def key_nbytes(self, slot: int) -> int:
         return int(self.hints["key_nbytes"][slot])

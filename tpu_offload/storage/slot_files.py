@@ -25,6 +25,17 @@ _HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nby
 HINT_KEY_NBYTES = 46
 HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{HINT_KEY_NBYTES}")])
 HINT_FIELDS = struct.Struct(f"<QQH{HINT_KEY_NBYTES}s")
+_MAX_ORDER = 2**63  # no tier writes as often
+
+
+def orders(hints: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """When each slot was written, as numbers that grow; 0, before all others, where the number cannot be right.
+
+    So the next number is in range whatever is damaged. Such hints still count: after damage just below `_MAX_ORDER`,
+    what is written next has numbers beyond it.
+    """
+    found: np.ndarray[Any, Any] = np.where(hints["order"] < _MAX_ORDER, hints["order"], np.uint64(0))
+    return found
 
 
 def directory_nbytes(spec: StorageSpec) -> int:
