@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import itertools
 import os
 import random
@@ -213,6 +214,25 @@ def test_a_second_close_closes_no_other_file(tmp_path):
     assert read(second, key_of(1)) == payload(1)
     expect_refused(tmp_path / "kv", "worker-1 is used by this process already")
     second.close()
+
+
+def test_a_tier_that_is_dropped_releases_its_directory(tmp_path):
+    before = descriptors()
+    tier, _ = opened(tmp_path)
+    write(tier, key_of(1), 1)
+    assert len(descriptors() - before) == 3
+    del tier
+    gc.collect()
+    assert descriptors() == before
+    tier, keys = opened(tmp_path)
+    assert keys == [key_of(1)]
+    tier.close()
+    files = [(tmp_path / str(i)).open("wb", buffering=0) for i in range(10)]
+    del tier
+    gc.collect()
+    for file in files:  # what was closed is not closed again
+        assert file.write(b"x") == 1
+        file.close()
 
 
 # --- the options ----------------------------------------------------------------------------------

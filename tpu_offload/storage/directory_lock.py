@@ -14,7 +14,7 @@ _LOCK_AGAIN_S = 0.05
 
 
 def lock(path: str) -> Descriptor:
-    """Locks a worker's directory until what is returned is closed, or until the process has ended.
+    """Locks a worker's directory until what is returned is closed or garbage-collected, or until the process has ended.
 
     A process that was forked from this one, as vLLM's schedulers of data-parallel ranks are, does not hold the lock.
 
