@@ -1,7 +1,9 @@
 """The file tier: conformance, restarts, damage, and a disk that fails or is full."""
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
 import gc
 import itertools
 import os
@@ -11,7 +13,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,8 +36,8 @@ from tests.storage.conformance import (
     write,
 )
 from tpu_offload.errors import ConfigError, TransferError
+from tpu_offload.storage import directory_lock, make_tier
 from tpu_offload.storage import file as file_module
-from tpu_offload.storage import make_tier
 from tpu_offload.storage.file import FileOptions, FileTier
 from tpu_offload.storage.slot_files import HINT
 
@@ -281,6 +286,92 @@ def test_too_little_space_is_an_error_at_the_start(tmp_path):
     tier = FileTier(dataclasses.replace(SPEC, options=f"{tmp_path},min_free_gb=1e12"))  # has its space already
     tier.close()
     assert len(list(worker.glob("*.kv"))) == 1
+
+
+def test_workers_that_start_together_leave_the_space_that_has_to_stay_free(tmp_path, monkeypatch):
+    """There is room for one of two, which would both have seen it."""
+    both_have_looked = threading.Barrier(2)
+
+    def statvfs(path):
+        free = int(1.5 * NUM_CHUNKS * SPEC.record_nbytes) - size_of(tmp_path)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(timeout=1)
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
+    def start_worker(worker_id):
+        try:
+            return opened(tmp_path, worker_id=worker_id)[0]
+        except ConfigError as e:
+            return e
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with ThreadPoolExecutor(2) as pool:
+        started = list(pool.map(start_worker, range(2)))
+    (tier,) = [tier for tier in started if isinstance(tier, FileTier)]
+    (error,) = [error for error in started if isinstance(error, ConfigError)]
+    assert "have to stay free" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"], "and no file of a lock"
+    tier.close()
+
+
+@contextlib.contextmanager
+def locked(directory):
+    """As by a worker that allocates."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_a_start_waits_for_another_that_allocates_but_not_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(directory_lock, "_ALLOCATION_WAIT_S", 0.1)
+    with locked(tmp_path):
+        tier, _ = opened(tmp_path)
+    assert "cannot be locked while files are allocated" in caplog.text
+    with locked(tmp_path):  # it is free once they are allocated
+        write(tier, key_of(1), 1)
+    tier.close()
+    caplog.clear()
+    monkeypatch.setattr(directory_lock, "_ALLOCATION_WAIT_S", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path):
+            starting = pool.submit(opened, tmp_path)
+            with pytest.raises(TimeoutError):
+                starting.result(timeout=0.3)
+        tier, keys = starting.result()
+    assert keys == [key_of(1)]
+    assert not caplog.text
+    tier.close()
+
+
+@pytest.mark.parametrize("num", range(1, 5))
+def test_a_start_that_runs_out_of_space_frees_what_it_took(tmp_path, monkeypatch, num):
+    """The directory and three segments; others may have filled the disk meanwhile."""
+    monkeypatch.setattr(file_module, "_SEGMENT_NBYTES", 6 * SPEC.record_nbytes)
+    real = os.posix_fallocate
+
+    def fail_late(fd, offset, nbytes):
+        calls.append(nbytes)
+        real(fd, offset, nbytes // 2 if len(calls) == num else nbytes)
+        if len(calls) == num:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for filled_before in (0, 8):
+        if filled_before:
+            filled(tmp_path, num=8, num_chunks=8)
+        before = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+        with monkeypatch.context() as patch:
+            calls: list[int] = []
+            patch.setattr(os, "posix_fallocate", fail_late)
+            expect_refused(tmp_path, "cannot be used .OSError: .*No space left")
+        after = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
+        assert after == {path: nbytes for path, nbytes in before.items() if path.name != "lock"}
+    tier, keys = opened(tmp_path, num_chunks=8)
+    assert keys == [key_of(i) for i in range(8)]
+    assert all(read(tier, key_of(i)) == payload(i) for i in range(8))
+    tier.close()
 
 
 def test_a_limit_on_file_sizes_is_an_error_at_the_start(tmp_path):

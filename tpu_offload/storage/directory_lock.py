@@ -1,16 +1,22 @@
-"""The lock on a worker's directory of the `file` tier: one process uses it at a time."""
+"""The locks of the `file` tier: one process uses a worker's directory, and one worker of all allocates at a time."""
 
+import contextlib
 import fcntl
+import logging
 import os
 import time
 import weakref
+from collections.abc import Iterator
 
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.descriptor import Descriptor
 
+_logger = logging.getLogger(__name__)
+
 LOCK_NAME = "lock"
 _LOCK_AGAIN_S = 0.05
+_ALLOCATION_WAIT_S = 300.0  # other workers allocate in less, unless the file system writes zeros for it
 
 
 def lock(path: str) -> Descriptor:
@@ -48,6 +54,56 @@ def lock(path: str) -> Descriptor:
         raise
     _locks.add(file)
     return file
+
+
+@contextlib.contextmanager
+def allocating(directory: str) -> Iterator[None]:
+    """Waits until no other worker allocates files in a directory, and has the others wait meanwhile.
+
+    The directory itself is locked, so nothing is left there. If that cannot be done, or takes too long, it goes on
+    with a warning.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:  # others may have made the workers' directories
+        _warn_unlocked(directory, e)
+        yield
+        return
+    try:
+        try:
+            _wait_for(fd)
+        except OSError as e:
+            _warn_unlocked(directory, e)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
+        os.close(fd)
+
+
+def _wait_for(fd: int) -> None:
+    """Locks it.
+
+    Raises:
+      OSError: it cannot be locked, or another process still has it after `_ALLOCATION_WAIT_S`.
+    """
+    until_s = time.monotonic() + _ALLOCATION_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(_LOCK_AGAIN_S)
+
+
+def _warn_unlocked(directory: str, error: OSError) -> None:
+    _logger.warning(
+        "%s cannot be locked while files are allocated (%s): if other workers start meanwhile, less than min_free_gb "
+        "may stay free",
+        directory,
+        error,
+    )
 
 
 _locks: weakref.WeakSet[Descriptor] = weakref.WeakSet()  # of this process, some of them closed

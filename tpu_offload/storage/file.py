@@ -13,6 +13,7 @@ Nothing grows after the start, and no file is ever renamed or temporary, so noth
 under another fingerprint, or with another size of records, is emptied and used again.
 """
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -28,7 +29,7 @@ import numpy as np
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
-from tpu_offload.storage.directory_lock import lock
+from tpu_offload.storage.directory_lock import allocating, lock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.slot_files import (
@@ -123,10 +124,8 @@ class FileTier(StorageTier):
             os.makedirs(path, exist_ok=True)
             self._lock = lock(path)
             try:
-                sizes = self._check_space(path, options)
-                self._directory = SlotDirectory(os.path.join(path, DIRECTORY_NAME), spec)
-                for name, nbytes in sizes.items():
-                    self._segments.append(Segment(os.path.join(path, name), nbytes, direct=options.direct))
+                with allocating(options.directory):  # workers that start together each count what the others take
+                    self._allocate(path, options)
             except BaseException:
                 self.close()
                 raise
@@ -139,6 +138,19 @@ class FileTier(StorageTier):
         self._free = list(range(spec.num_chunks - 1, -1, -1))
         if options.direct and not all(segment.is_direct for segment in self._segments):
             _logger.warning("%s: the file system has no direct I/O; the page cache is used", path)
+
+    def _allocate(self, path: str, options: FileOptions) -> None:
+        """Makes the files; they are as large as before if that fails."""
+        sizes = self._check_space(path, options)
+        before = {name: _nbytes(os.path.join(path, name)) for name in (DIRECTORY_NAME, *sizes)}
+        try:
+            self._directory = SlotDirectory(os.path.join(path, DIRECTORY_NAME), self.spec)
+            for name, nbytes in sizes.items():
+                self._segments.append(Segment(os.path.join(path, name), nbytes, direct=options.direct))
+        except OSError:
+            for name, nbytes in before.items():
+                _shrink(os.path.join(path, name), nbytes)
+            raise
 
     def _check_space(self, path: str, options: FileOptions) -> dict[str, int]:
         """Deletes segments that are too many; returns the names and sizes of all, if there is space for them."""
@@ -277,6 +289,22 @@ def _allocated_nbytes(path: str) -> int:
         return os.stat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
+
+
+def _nbytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _shrink(path: str, nbytes: int) -> None:
+    """Frees what a file has beyond so many bytes, and one that had none, as far as the disk does it."""
+    with contextlib.suppress(OSError):
+        if not nbytes:
+            os.unlink(path)
+        elif os.stat(path).st_size >= nbytes:  # a failed allocation may have added space, but no length
+            os.truncate(path, nbytes)
 
 
 def _setting(text: str) -> str:
