@@ -1,7 +1,10 @@
 """The file tier: conformance, restarts, damage, and a disk that fails or is full."""
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
+import gc
 import itertools
 import os
 import random
@@ -10,7 +13,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,9 +36,10 @@ from tests.storage.conformance import (
     write,
 )
 from tpu_offload.errors import ConfigError, TransferError
+from tpu_offload.storage import directory_lock, make_tier
 from tpu_offload.storage import file as file_module
-from tpu_offload.storage import make_tier
 from tpu_offload.storage.file import FileOptions, FileTier
+from tpu_offload.storage.slot_files import HINT
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,6 +192,54 @@ def test_a_forked_process_does_not_hold_the_directory(tmp_path):
     assert others == ["True", "0"]
 
 
+def descriptors():
+    """Numbers of the open descriptors of this process."""
+    return {int(name) for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd", name).exists()}
+
+
+def test_a_second_close_closes_no_other_file(tmp_path):
+    """Not those that have the numbers by then: of an application, or of the tier that was made next."""
+    before = descriptors()
+    tier, _ = opened(tmp_path / "kv")
+    of_tier = descriptors() - before
+    tier.close()
+    assert descriptors() == before
+    files = [(tmp_path / str(i)).open("wb", buffering=0) for i in range(2 * max(of_tier))]
+    assert of_tier <= {file.fileno() for file in files}
+    tier.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        tier.clear()
+    for file in files:
+        assert file.write(b"x") == 1
+        file.close()
+    assert {(tmp_path / str(i)).read_bytes() for i in range(len(files))} == {b"x"}
+    second, _ = opened(tmp_path / "kv")
+    tier.close()
+    write(second, key_of(1), 1)
+    assert read(second, key_of(1)) == payload(1)
+    expect_refused(tmp_path / "kv", "worker-1 is used by this process already")
+    second.close()
+
+
+def test_a_tier_that_is_dropped_releases_its_directory(tmp_path):
+    before = descriptors()
+    tier, _ = opened(tmp_path)
+    write(tier, key_of(1), 1)
+    assert len(descriptors() - before) == 3
+    del tier
+    gc.collect()
+    assert descriptors() == before
+    tier, keys = opened(tmp_path)
+    assert keys == [key_of(1)]
+    tier.close()
+    files = [(tmp_path / str(i)).open("wb", buffering=0) for i in range(10)]
+    del tier
+    gc.collect()
+    for file in files:  # what was closed is not closed again
+        assert file.write(b"x") == 1
+        file.close()
+
+
 # --- the options ----------------------------------------------------------------------------------
 
 
@@ -231,6 +286,92 @@ def test_too_little_space_is_an_error_at_the_start(tmp_path):
     tier = FileTier(dataclasses.replace(SPEC, options=f"{tmp_path},min_free_gb=1e12"))  # has its space already
     tier.close()
     assert len(list(worker.glob("*.kv"))) == 1
+
+
+def test_workers_that_start_together_leave_the_space_that_has_to_stay_free(tmp_path, monkeypatch):
+    """There is room for one of two, which would both have seen it."""
+    both_have_looked = threading.Barrier(2)
+
+    def statvfs(path):
+        free = int(1.5 * NUM_CHUNKS * SPEC.record_nbytes) - size_of(tmp_path)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(timeout=1)
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
+    def start_worker(worker_id):
+        try:
+            return opened(tmp_path, worker_id=worker_id)[0]
+        except ConfigError as e:
+            return e
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with ThreadPoolExecutor(2) as pool:
+        started = list(pool.map(start_worker, range(2)))
+    (tier,) = [tier for tier in started if isinstance(tier, FileTier)]
+    (error,) = [error for error in started if isinstance(error, ConfigError)]
+    assert "have to stay free" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"], "and no file of a lock"
+    tier.close()
+
+
+@contextlib.contextmanager
+def locked(directory):
+    """As by a worker that allocates."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_a_start_waits_for_another_that_allocates_but_not_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(directory_lock, "_ALLOCATION_WAIT_S", 0.1)
+    with locked(tmp_path):
+        tier, _ = opened(tmp_path)
+    assert "cannot be locked while files are allocated" in caplog.text
+    with locked(tmp_path):  # it is free once they are allocated
+        write(tier, key_of(1), 1)
+    tier.close()
+    caplog.clear()
+    monkeypatch.setattr(directory_lock, "_ALLOCATION_WAIT_S", 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path):
+            starting = pool.submit(opened, tmp_path)
+            with pytest.raises(TimeoutError):
+                starting.result(timeout=0.3)
+        tier, keys = starting.result()
+    assert keys == [key_of(1)]
+    assert not caplog.text
+    tier.close()
+
+
+@pytest.mark.parametrize("num", range(1, 5))
+def test_a_start_that_runs_out_of_space_frees_what_it_took(tmp_path, monkeypatch, num):
+    """The directory and three segments; others may have filled the disk meanwhile."""
+    monkeypatch.setattr(file_module, "_SEGMENT_NBYTES", 6 * SPEC.record_nbytes)
+    real = os.posix_fallocate
+
+    def fail_late(fd, offset, nbytes):
+        calls.append(nbytes)
+        real(fd, offset, nbytes // 2 if len(calls) == num else nbytes)
+        if len(calls) == num:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for filled_before in (0, 8):
+        if filled_before:
+            filled(tmp_path, num=8, num_chunks=8)
+        before = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+        with monkeypatch.context() as patch:
+            calls: list[int] = []
+            patch.setattr(os, "posix_fallocate", fail_late)
+            expect_refused(tmp_path, "cannot be used .OSError: .*No space left")
+        after = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"}
+        assert after == {path: nbytes for path, nbytes in before.items() if path.name != "lock"}
+    tier, keys = opened(tmp_path, num_chunks=8)
+    assert keys == [key_of(i) for i in range(8)]
+    assert all(read(tier, key_of(i)) == payload(i) for i in range(8))
+    tier.close()
 
 
 def test_a_limit_on_file_sizes_is_an_error_at_the_start(tmp_path):
@@ -363,6 +504,27 @@ def test_flipped_bits_of_the_directory_cost_chunks(tmp_path):
         flip(path, rng.choice((rng.randrange(64), 4096 + rng.randrange(64 * NUM_CHUNKS))), rng.randrange(8))
         num_missing.append(expect_old_or_missing(tmp_path))
     assert {0, 1, NUM_CHUNKS} <= set(num_missing)
+
+
+@pytest.mark.parametrize("order", [2**64 - 1, 2**64 - 2, 2**63, 2**63 - 1])
+def test_a_damaged_order_stops_no_writes(tmp_path, order):
+    """Also not those of later starts, or a few of them later; and nothing that is written is lost."""
+    directory = filled(tmp_path, num=4) / "directory.bin"
+    with directory.open("r+b") as file:
+        file.seek(4096 + 64 + 8)
+        file.write(struct.pack("<Q", order))
+    held = set(range(4))
+    for life in range(4):
+        tier, keys = opened(tmp_path)
+        assert sorted(keys) == sorted(map(key_of, held))
+        if order > 2**63 - 1:
+            assert keys[0] == key_of(1), "it counts as the first"
+            assert keys[1:] == [key_of(i) for i in sorted(held - {1})]
+        for i in range(10 + 3 * life, 13 + 3 * life):
+            write(tier, key_of(i), i)
+            held.add(i)
+        assert all(read(tier, key_of(i)) == payload(i) for i in held)
+        tier.close()
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 4096 + 77])
@@ -540,7 +702,7 @@ def test_a_start_reads_hints_only(tmp_path):
     record_nbytes, num_chunks = 8192, 50_000
     spec = dataclasses.replace(spec_in(tmp_path), record_nbytes=record_nbytes, num_chunks=num_chunks)
     tier = FileTier(spec)
-    hints = np.zeros(num_chunks, file_module.HINT)
+    hints = np.zeros(num_chunks, HINT)
     hints["generation"], hints["order"], hints["key_nbytes"] = tier.generation, np.arange(num_chunks)[::-1], 8
     hints["key"] = [i.to_bytes(46, "little") for i in range(num_chunks)]
     tier.close()

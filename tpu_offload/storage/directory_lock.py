@@ -1,28 +1,37 @@
-"""The lock on a worker's directory of the `file` tier: one process uses it at a time."""
+"""The locks of the `file` tier: one process uses a worker's directory, and one worker of all allocates at a time."""
 
+import contextlib
 import fcntl
+import logging
 import os
 import time
+import weakref
+from collections.abc import Iterator
 
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
+from tpu_offload.storage.descriptor import Descriptor
+
+_logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
 _LOCK_AGAIN_S = 0.05
+_ALLOCATION_WAIT_S = 300.0  # other workers allocate in less, unless the file system writes zeros for it
 
 
-def lock(path: str) -> int:
-    """Locks a worker's directory until `unlock`, or until the process has ended.
+def lock(path: str) -> Descriptor:
+    """Locks a worker's directory until what is returned is closed or garbage-collected, or until the process has ended.
 
     A process that was forked from this one, as vLLM's schedulers of data-parallel ranks are, does not hold the lock.
 
     Returns:
-      The descriptor of the file.
+      The file, open.
     Raises:
       ConfigError: another process has locked it.
       OSError: the file cannot be written.
     """
-    fd = os.open(os.path.join(path, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = Descriptor(os.path.join(path, LOCK_NAME))
+    fd = file.fd
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,33 +42,77 @@ def lock(path: str) -> int:
         os.pwrite(fd, f"pid {os.getpid()}".encode(), 0)
     except BlockingIOError:
         user = os.pread(fd, 20, 0).decode(errors="replace").strip()
-        is_ours = any(os.path.sameopenfile(fd, other) for other in _locks)  # by another path, or of another tier
-        os.close(fd)
+        held = [other.fd for other in list(_locks) if other.fd >= 0]
+        is_ours = any(os.path.sameopenfile(fd, other) for other in held)  # by another path, or of another tier
+        file.close()
         by = "this process already" if is_ours else f"another process{f' ({user})' if user else ''}"
         raise ConfigError(
             f"{ENV_PREFIX}STORAGE_OPTIONS: {path} is used by {by}; give each engine and tier a directory of its own"
         ) from None
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    _locks.add(fd)
-    return fd
+    _locks.add(file)
+    return file
 
 
-def unlock(fd: int) -> None:
-    """Releases the lock whose descriptor `lock` has returned; does nothing in a process that does not hold it."""
-    if fd in _locks:
-        _locks.remove(fd)
+@contextlib.contextmanager
+def allocating(directory: str) -> Iterator[None]:
+    """Waits until no other worker allocates files in a directory, and has the others wait meanwhile.
+
+    The directory itself is locked, so nothing is left there. If that cannot be done, or takes too long, it goes on
+    with a warning.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:  # others may have made the workers' directories
+        _warn_unlocked(directory, e)
+        yield
+        return
+    try:
+        try:
+            _wait_for(fd)
+        except OSError as e:
+            _warn_unlocked(directory, e)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
         os.close(fd)
 
 
-_locks: set[int] = set()  # descriptors of the locks of this process
+def _wait_for(fd: int) -> None:
+    """Locks it.
+
+    Raises:
+      OSError: it cannot be locked, or another process still has it after `_ALLOCATION_WAIT_S`.
+    """
+    until_s = time.monotonic() + _ALLOCATION_WAIT_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(_LOCK_AGAIN_S)
+
+
+def _warn_unlocked(directory: str, error: OSError) -> None:
+    _logger.warning(
+        "%s cannot be locked while files are allocated (%s): if other workers start meanwhile, less than min_free_gb "
+        "may stay free",
+        directory,
+        error,
+    )
+
+
+_locks: weakref.WeakSet[Descriptor] = weakref.WeakSet()  # of this process, some of them closed
 
 
 def _close_locks() -> None:
     """In a process that was just forked: `flock` locks are of all processes that have the file open."""
-    while _locks:
-        os.close(_locks.pop())
+    for file in list(_locks):
+        file.close()
 
 
 os.register_at_fork(after_in_child=_close_locks)

@@ -13,39 +13,40 @@ Nothing grows after the start, and no file is ever renamed or temporary, so noth
 under another fingerprint, or with another size of records, is emptied and used again.
 """
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import mmap
 import os
 import re
-import secrets
-import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
-import xxhash
 
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError, TransferError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
-from tpu_offload.storage.directory_lock import lock, unlock
+from tpu_offload.storage.directory_lock import allocating, lock
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import StoreInspector
+from tpu_offload.storage.slot_files import (
+    HINT,
+    HINT_FIELDS,
+    HINT_KEY_NBYTES,
+    Segment,
+    SlotDirectory,
+    directory_nbytes,
+    orders,
+)
 from tpu_offload.values import one_line
 
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30  # as in the settings
 _SEGMENT_NBYTES = 2**30
-_MAGIC = b"\x89TPUKVD\n"
-_VERSION = 1
-_HEADER = struct.Struct("<8sHHIQQQ16s")  # magic, version, worker, 0, record_nbytes, slots, generation, fingerprint
-_HINT_KEY_NBYTES = 46
-HINT = np.dtype([("generation", "<u8"), ("order", "<u8"), ("key_nbytes", "<u2"), ("key", f"V{_HINT_KEY_NBYTES}")])
-_HINT_FIELDS = struct.Struct(f"<QQH{_HINT_KEY_NBYTES}s")
 DIRECTORY_NAME = "directory.bin"
 SEGMENT_NAME = re.compile(r"segment-\d{3,}\.kv")
 _OPTIONS = "a directory, then name=value separated by commas: min_free_gb (number) and direct (auto or off)"
@@ -116,17 +117,15 @@ class FileTier(StorageTier):
         self._mutex = threading.Lock()  # for the index; never held during I/O
         self._index: dict[bytes, int] = {}
         self._order = 0  # of the last write
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
         self._segment_slots = slots_per_segment(spec.record_nbytes)
         path = os.path.join(options.directory, f"worker-{spec.worker_id}")
         try:
             os.makedirs(path, exist_ok=True)
             self._lock = lock(path)
             try:
-                sizes = self._check_space(path, options)
-                self._directory = _Directory(os.path.join(path, DIRECTORY_NAME), spec)
-                for name, nbytes in sizes.items():
-                    self._segments.append(_Segment(os.path.join(path, name), nbytes, direct=options.direct))
+                with allocating(options.directory):  # workers that start together each count what the others take
+                    self._allocate(path, options)
             except BaseException:
                 self.close()
                 raise
@@ -140,6 +139,19 @@ class FileTier(StorageTier):
         if options.direct and not all(segment.is_direct for segment in self._segments):
             _logger.warning("%s: the file system has no direct I/O; the page cache is used", path)
 
+    def _allocate(self, path: str, options: FileOptions) -> None:
+        """Makes the files; they are as large as before if that fails."""
+        sizes = self._check_space(path, options)
+        before = {name: _nbytes(os.path.join(path, name)) for name in (DIRECTORY_NAME, *sizes)}
+        try:
+            self._directory = SlotDirectory(os.path.join(path, DIRECTORY_NAME), self.spec)
+            for name, nbytes in sizes.items():
+                self._segments.append(Segment(os.path.join(path, name), nbytes, direct=options.direct))
+        except OSError:
+            for name, nbytes in before.items():
+                _shrink(os.path.join(path, name), nbytes)
+            raise
+
     def _check_space(self, path: str, options: FileOptions) -> dict[str, int]:
         """Deletes segments that are too many; returns the names and sizes of all, if there is space for them."""
         spec, slots = self.spec, self._segment_slots
@@ -151,7 +163,7 @@ class FileTier(StorageTier):
             if SEGMENT_NAME.fullmatch(name) and name not in sizes:
                 os.unlink(os.path.join(path, name))
         allocated = sum(_allocated_nbytes(os.path.join(path, name)) for name in (*sizes, DIRECTORY_NAME))
-        needed = sum(sizes.values()) + _directory_nbytes(spec) - allocated
+        needed = sum(sizes.values()) + directory_nbytes(spec) - allocated
         disk = os.statvfs(path)
         free = disk.f_bavail * disk.f_frsize
         if needed > 0 and needed + options.min_free_gb * _GB > free:
@@ -166,17 +178,18 @@ class FileTier(StorageTier):
         """See the base class."""
         hints = self._directory.read()
         taken = np.flatnonzero(hints["generation"] == self.generation)
-        taken = taken[np.argsort(hints["order"][taken], kind="stable")]
+        written = orders(hints[taken])
+        taken = taken[np.argsort(written, kind="stable")]
         prefixes, lengths = hints["key"][taken].tobytes(), hints["key_nbytes"][taken].tolist()
         for i, (slot, nbytes) in enumerate(zip(taken.tolist(), lengths, strict=True)):
-            start = i * _HINT_KEY_NBYTES
-            key = prefixes[start : start + nbytes] if nbytes <= _HINT_KEY_NBYTES else self._key_of(slot)
+            start = i * HINT_KEY_NBYTES
+            key = prefixes[start : start + nbytes] if nbytes <= HINT_KEY_NBYTES else self._key_of(slot)
             if key:
                 self._index.pop(key, None)  # the later one counts
                 self._index[key] = slot
         used = set(self._index.values())
         self._free = [slot for slot in range(self.spec.num_chunks - 1, -1, -1) if slot not in used]
-        self._order = int(hints["order"][taken[-1]]) if len(taken) else 0
+        self._order = int(written.max(initial=0))
         return list(self._index)
 
     def _key_of(self, slot: int) -> bytes:
@@ -201,7 +214,7 @@ class FileTier(StorageTier):
             order = self._order
         try:
             self._segment(slot).write(self._offset(slot), record)
-            self._directory.write(slot, _HINT_FIELDS.pack(self.generation, order, len(key), key[:_HINT_KEY_NBYTES]))
+            self._directory.write(slot, HINT_FIELDS.pack(self.generation, order, len(key), key[:HINT_KEY_NBYTES]))
         except BaseException:
             with self._mutex:
                 self._free.append(slot)
@@ -241,186 +254,24 @@ class FileTier(StorageTier):
         self.generation = self._directory.generation
 
     def close(self) -> None:
-        """See the base class."""
+        """See the base class. Does nothing if it is closed."""
         for segment in self._segments:
             segment.close()
         self._segments = []
         if (directory := getattr(self, "_directory", None)) is not None:
             directory.close()
-        unlock(self._lock)
+        self._lock.close()
 
-    def _segment(self, slot: int) -> "_Segment":
+    def _segment(self, slot: int) -> Segment:
         return self._segments[slot // self._segment_slots]
 
     def _offset(self, slot: int) -> int:
         return slot % self._segment_slots * self.spec.record_nbytes
 
 
-def _directory_nbytes(spec: StorageSpec) -> int:
-    return PAGE_NBYTES + spec.num_chunks * HINT.itemsize
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryHeader:
-    """The header page of `directory.bin`.
-
-    Attributes:
-      worker_id: the worker.
-      record_nbytes: size of every record.
-      generation: hints and records of another one do not count.
-      fingerprint: in hexadecimal.
-    """
-
-    worker_id: int
-    record_nbytes: int
-    generation: int
-    fingerprint: str
-
-    @classmethod
-    def parse(cls, page: bytes) -> "DirectoryHeader | None":
-        """Reads the page; None if it is short, damaged or of another version."""
-        if len(page) < PAGE_NBYTES or xxhash.xxh3_64_digest(page[:-8]) != page[-8:]:
-            return None
-        magic, version, worker_id, zero, record_nbytes, _, generation, fingerprint = _HEADER.unpack_from(page)
-        if (magic, version, zero) != (_MAGIC, _VERSION, 0):
-            return None
-        return cls(
-            worker_id=worker_id, record_nbytes=record_nbytes, generation=generation, fingerprint=fingerprint.hex()
-        )
-
-
-@final
-class _Directory:
-    """`directory.bin`: a header, which is always durable, and hints."""
-
-    def __init__(self, path: str, spec: StorageSpec) -> None:
-        self._spec = spec
-        self._directory = os.path.dirname(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self.generation = self._read_header()
-            if not self.generation:
-                self.renew()
-            nbytes = _directory_nbytes(spec)
-            os.ftruncate(self._fd, nbytes)
-            os.posix_fallocate(self._fd, 0, nbytes)  # a hint must have room when others have filled the disk
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_header(self) -> int:
-        """The generation; 0 if the directory is new, damaged or not of this spec."""
-        header = DirectoryHeader.parse(os.pread(self._fd, PAGE_NBYTES, 0))
-        spec = self._spec
-        if header is None:
-            return 0
-        found = header.worker_id, header.record_nbytes, header.fingerprint
-        if found != (spec.worker_id, spec.record_nbytes, spec.fingerprint):
-            _logger.warning(
-                "storage directory %s: the records of another model or other settings are discarded; use one directory "
-                "per model",
-                self._directory,
-            )
-            return 0
-        return header.generation
-
-    def renew(self) -> None:
-        """Begins a generation that was never used before, durably: all that was stored is invalid."""
-        spec, generation = self._spec, secrets.randbits(63) | 1
-        page = bytearray(PAGE_NBYTES)
-        _HEADER.pack_into(
-            page, 0, _MAGIC, _VERSION, spec.worker_id, 0, spec.record_nbytes, spec.num_chunks, generation,
-            bytes.fromhex(spec.fingerprint),
-        )  # fmt: skip
-        page[-8:] = xxhash.xxh3_64_digest(page[:-8])
-        _write(self._fd, 0, memoryview(page))
-        os.fsync(self._fd)
-        self.generation = generation
-
-    def read(self) -> "np.ndarray[Any, Any]":
-        """The hints of all slots."""
-        data = b"".join(self._pieces(self._spec.num_chunks * HINT.itemsize))
-        return np.frombuffer(data, HINT)
-
-    def _pieces(self, nbytes: int) -> Iterator[bytes]:
-        start = PAGE_NBYTES
-        while nbytes and (piece := os.pread(self._fd, min(nbytes, 2**24), start)):
-            yield piece
-            start, nbytes = start + len(piece), nbytes - len(piece)
-        yield bytes(nbytes)
-
-    def write(self, slot: int, hint: bytes) -> None:
-        _write(self._fd, PAGE_NBYTES + slot * HINT.itemsize, memoryview(hint))
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-@final
-class _Segment:
-    """One file of slots, allocated in full."""
-
-    def __init__(self, path: str, nbytes: int, *, direct: bool) -> None:
-        self.is_direct = False
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
-        try:
-            os.ftruncate(self._fd, min(nbytes, os.fstat(self._fd).st_size))
-            os.posix_fallocate(self._fd, 0, nbytes)
-            if direct:
-                self._use_direct(path, flags)
-        except BaseException:
-            self.close()
-            raise
-
-    def _use_direct(self, path: str, flags: int) -> None:
-        """Bypasses the page cache if a page can be read and written that way."""
-        try:
-            fd = os.open(path, flags | os.O_DIRECT)
-        except OSError:
-            return
-        page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
-        try:
-            _read(fd, 0, page)
-            _write(fd, 0, page)  # what was there
-        except OSError as e:
-            os.close(fd)
-            if e.errno == errno.EINVAL:
-                return
-            raise
-        os.close(self._fd)
-        self._fd, self.is_direct = fd, True
-
-    def read(self, offset: int, target: memoryview) -> None:
-        _read(self._fd, offset, target)
-
-    def write(self, offset: int, source: memoryview) -> None:
-        _write(self._fd, offset, source)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 def error_text(error: OSError) -> str:
     """An error of the operating system, in a few words."""
     return f"{type(error).__name__}: {one_line(error)}"
-
-
-def _read(fd: int, offset: int, target: memoryview) -> None:
-    while len(target):
-        num_read = os.preadv(fd, [target], offset)
-        if not num_read:
-            raise OSError(errno.EIO, "the file is shorter than it was made")
-        offset, target = offset + num_read, target[num_read:]
-
-
-def _write(fd: int, offset: int, source: memoryview) -> None:
-    while len(source):
-        num_written = os.pwritev(fd, [source], offset)
-        if not num_written:
-            raise OSError(errno.EIO, "the file takes no more bytes")
-        offset, source = offset + num_written, source[num_written:]
 
 
 def slots_per_segment(record_nbytes: int) -> int:
@@ -438,6 +289,22 @@ def _allocated_nbytes(path: str) -> int:
         return os.stat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
+
+
+def _nbytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _shrink(path: str, nbytes: int) -> None:
+    """Frees what a file has beyond so many bytes, and one that had none, as far as the disk does it."""
+    with contextlib.suppress(OSError):
+        if not nbytes:
+            os.unlink(path)
+        elif os.stat(path).st_size >= nbytes:  # a failed allocation may have added space, but no length
+            os.truncate(path, nbytes)
 
 
 def _setting(text: str) -> str:

@@ -16,18 +16,17 @@ from typing import final
 import numpy as np
 
 from tpu_offload.errors import ConfigError, TransferError
-from tpu_offload.storage.directory_lock import LOCK_NAME, lock, unlock
+from tpu_offload.storage.directory_lock import LOCK_NAME, lock
 from tpu_offload.storage.file import (
     DIRECTORY_NAME,
-    HINT,
     SEGMENT_NAME,
-    DirectoryHeader,
     FileOptions,
     segment_name,
     slots_per_segment,
 )
 from tpu_offload.storage.format import PAGE_NBYTES, read_header
 from tpu_offload.storage.inspection import Damage, Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
+from tpu_offload.storage.slot_files import HINT, DirectoryHeader, orders
 
 _WORKER = re.compile(r"worker-(0|[1-9]\d*)")
 _PLACE = re.compile(r"(worker-\d+)/segment-(\d+)\.kv\+(\d+)")
@@ -173,7 +172,7 @@ class FileInspector(StoreInspector):
         with contextlib.ExitStack() as locks:
             self.check_unused()
             for worker in self._workers:
-                locks.callback(unlock, lock(str(worker)))
+                locks.callback(lock(str(worker)).close)
             nums = [len(directory.taken) + len(directory.others) for directory in map(_Directory, self._workers)]
             for worker in self._workers:
                 _truncate(worker / DIRECTORY_NAME)
@@ -214,7 +213,7 @@ class _Directory:
         generations = self.hints["generation"]
         self.others = np.flatnonzero((generations != current) & (generations != 0))
         taken = np.flatnonzero((generations == current) & (generations != 0))
-        self.taken = taken[np.argsort(self.hints["order"][taken], kind="stable")]
+        self.taken = taken[np.argsort(orders(self.hints[taken]), kind="stable")]
 
     def key_nbytes(self, slot: int) -> int:
         return int(self.hints["key_nbytes"][slot])
