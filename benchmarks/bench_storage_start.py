@@ -17,8 +17,9 @@ import numpy as np
 from common import Stopwatch, count, make_parser, write_json
 
 from tpu_offload.storage import StorageSpec
-from tpu_offload.storage.file import DIRECTORY_NAME, HINT, FileTier
+from tpu_offload.storage.file import DIRECTORY_NAME, FileTier
 from tpu_offload.storage.format import PAGE_NBYTES
+from tpu_offload.storage.slot_files import HINT
 
 _MIB = 2**20
 _KEY_NBYTES = 16

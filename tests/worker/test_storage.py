@@ -693,7 +693,12 @@ def test_a_tier_that_is_not_there_ends_the_start():
 def test_a_worker_that_is_refused_frees_its_host_memory(monkeypatch):
     """Whoever keeps the error, to log it or to try again, keeps the worker's memory, which would go on growing."""
     closed, close = [], HostArena.close
-    monkeypatch.setattr(HostArena, "close", lambda arena: (closed.append(arena), close(arena)))
+
+    def close_and_note(arena):
+        closed.append(arena)
+        close(arena)
+
+    monkeypatch.setattr(HostArena, "close", close_and_note)
     with pytest.raises(ConfigError, match="there is no storage tier"):
         StorageEngine(tier="nowhere")
     assert len(closed) == 1

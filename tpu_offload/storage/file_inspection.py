@@ -64,11 +64,11 @@ class FileInspector(StoreInspector):
         """See the base class. The time of the last write is known for a worker, not for its records."""
         for path in sorted(self._root.iterdir()):
             if path not in self._workers:
-                yield Foreign(place=path.name, nbytes=path.lstat().st_size)
+                yield Foreign(nbytes=path.lstat().st_size)
         for worker in self._workers:
             for path in sorted(worker.iterdir()):
                 if path.name not in (DIRECTORY_NAME, LOCK_NAME) and not SEGMENT_NAME.fullmatch(path.name):
-                    yield Foreign(place=f"{worker.name}/{path.name}", nbytes=path.lstat().st_size)
+                    yield Foreign(nbytes=path.lstat().st_size)
             yield from self._scan_worker(worker)
 
     def _scan_worker(self, worker: Path) -> Iterator[Entry]:

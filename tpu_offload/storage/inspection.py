@@ -60,11 +60,9 @@ class Foreign:
     """Something that no tier has written; `clear` leaves it.
 
     Attributes:
-      place: where it is.
       nbytes: its size.
     """
 
-    place: str
     nbytes: int
 
 

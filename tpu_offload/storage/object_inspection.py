@@ -56,7 +56,7 @@ class ObjectInspector(StoreInspector):
             found = _NAME.fullmatch(path)
             key = key_of(found[5]) if found and found[5] else None
             if found is None or (key is None and not found[3]):
-                yield Foreign(place=path, nbytes=nbytes)
+                yield Foreign(nbytes=nbytes)
                 continue
             of = found[1], int(found[2])
             if of not in current:

@@ -57,7 +57,7 @@ class ValkeyInspector(StoreInspector):
             for name, nbytes in zip(names, self._sizes(names), strict=True):
                 found = _NAME.fullmatch(name)
                 if found is None:
-                    yield Foreign(place=repr(name), nbytes=nbytes)
+                    yield Foreign(nbytes=nbytes)
                     continue
                 of = found[1], found[2]
                 if of not in current:
