@@ -30,7 +30,7 @@ from tpu_offload.kernels import DirectCopier, SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostArena
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
-from tpu_offload.worker import OffloadWorker
+from tpu_offload.worker import OffloadWorker, swapping, tier_pools
 from tpu_offload.worker.storage import record_io
 from tpu_offload.worker.storage import stack as storage_stack
 
@@ -706,13 +706,23 @@ def test_a_worker_that_is_refused_frees_its_host_memory(monkeypatch):
         StorageEngine(tier="nowhere", swap_gb=1e-3)
     assert len(closed) == 3
 
-    def refuse(copier):
+    def refuse(*args, **kwargs):
         raise CompileError("injected")
 
     monkeypatch.setattr(DirectCopier, "compile", refuse)
     with pytest.raises(CompileError, match="injected"):
         StorageEngine(skip_jax_precompile=False)
     assert len(closed) == 4
+    monkeypatch.setattr(tier_pools, "make_copiers", refuse)
+    with pytest.raises(CompileError, match="injected"):
+        StorageEngine()
+    assert len(closed) == 5
+    monkeypatch.undo()
+    monkeypatch.setattr(HostArena, "close", close_and_note)
+    monkeypatch.setattr(swapping, "DirectCopier", refuse)
+    with pytest.raises(CompileError, match="injected"):
+        StorageEngine(swap_gb=1e-3)
+    assert len(closed) == 7
 
 
 def test_no_tier_is_made_without_host_memory():

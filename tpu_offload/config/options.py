@@ -297,8 +297,8 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
-        "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them "
-        "(deletions, which are repeated until they succeed, after 5 all the same).",
+        "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them, "
+        "except deletions, which are repeated until they succeed: after 5.",
     )
     breaker_retry_s: float = Field(
         5.0,

@@ -10,7 +10,7 @@ class Descriptor:
     """Opens a file, which is made if it is missing. It is closed once this object is garbage-collected.
 
     Attributes:
-      fd: the descriptor; -1 once it is closed, so that no call uses another file that has its number by then.
+      fd: the descriptor; -1 once it is closed, so that no later call uses another file that has its number by then.
     """
 
     def __init__(self, path: str, flags: int = 0) -> None:

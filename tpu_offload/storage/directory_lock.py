@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import time
@@ -42,8 +43,7 @@ def lock(path: str) -> Descriptor:
         os.pwrite(fd, f"pid {os.getpid()}".encode(), 0)
     except BlockingIOError:
         user = os.pread(fd, 20, 0).decode(errors="replace").strip()
-        held = [other.fd for other in list(_locks) if other.fd >= 0]
-        is_ours = any(os.path.sameopenfile(fd, other) for other in held)  # by another path, or of another tier
+        is_ours = any(_is_same(fd, other.fd) for other in list(_locks))  # by another path, or of another tier
         file.close()
         by = "this process already" if is_ours else f"another process{f' ({user})' if user else ''}"
         raise ConfigError(
@@ -54,6 +54,13 @@ def lock(path: str) -> Descriptor:
         raise
     _locks.add(file)
     return file
+
+
+def _is_same(fd: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(fd, other)
+    except OSError:  # it has been closed
+        return False
 
 
 @contextlib.contextmanager
@@ -74,7 +81,7 @@ def allocating(directory: str) -> Iterator[None]:
             _wait_for(fd)
         except OSError as e:
             _warn_unlocked(directory, e)
-        yield
+        yield  # locked, or after the warning
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
@@ -88,12 +95,14 @@ def _wait_for(fd: int) -> None:
       OSError: it cannot be locked, or another process still has it after `_ALLOCATION_WAIT_S`.
     """
     until_s = time.monotonic() + _ALLOCATION_WAIT_S
-    while True:
+    for i in itertools.count():
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until_s:
-                raise
+                raise TimeoutError(f"another worker has been allocating for {_ALLOCATION_WAIT_S:g} s") from None
+            if i == 0:
+                _logger.info("storage: waiting for another worker of this host, which allocates its files")
         time.sleep(_LOCK_AGAIN_S)
 
 

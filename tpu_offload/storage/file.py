@@ -140,14 +140,14 @@ class FileTier(StorageTier):
             _logger.warning("%s: the file system has no direct I/O; the page cache is used", path)
 
     def _allocate(self, path: str, options: FileOptions) -> None:
-        """Makes the files; they are as large as before if that fails."""
+        """Makes the files. If that fails, what was added is freed; what a smaller tier drops is gone."""
         sizes = self._check_space(path, options)
         before = {name: _nbytes(os.path.join(path, name)) for name in (DIRECTORY_NAME, *sizes)}
         try:
             self._directory = SlotDirectory(os.path.join(path, DIRECTORY_NAME), self.spec)
             for name, nbytes in sizes.items():
                 self._segments.append(Segment(os.path.join(path, name), nbytes, direct=options.direct))
-        except OSError:
+        except BaseException:
             for name, nbytes in before.items():
                 _shrink(os.path.join(path, name), nbytes)
             raise
@@ -301,10 +301,10 @@ def _nbytes(path: str) -> int:
 def _shrink(path: str, nbytes: int) -> None:
     """Frees what a file has beyond so many bytes, and one that had none, as far as the disk does it."""
     with contextlib.suppress(OSError):
+        if os.stat(path).st_size >= nbytes:  # a failed allocation may have added space, but no length
+            os.truncate(path, nbytes)  # also one that goes: it may be open
         if not nbytes:
             os.unlink(path)
-        elif os.stat(path).st_size >= nbytes:  # a failed allocation may have added space, but no length
-            os.truncate(path, nbytes)
 
 
 def _setting(text: str) -> str:

@@ -379,10 +379,12 @@ def _s3(options: UrlOptions) -> Mapping[str, Any]:
 
 def _gcs(options: UrlOptions) -> Mapping[str, Any]:
     # obstore asks for a token before a PUT even with `skip_signature` (arrow-rs-object-store issue 520).
-    options.refuse(
-        "anonymous",
-        "no such option with gs://: writes need credentials, from GOOGLE_SERVICE_ACCOUNT or a metadata server",
-    )
+    if options.boolean("anonymous", False):
+        raise options.error(
+            "anonymous",
+            "true",
+            "false with gs://: writes need credentials, from GOOGLE_SERVICE_ACCOUNT or a metadata server",
+        )
     endpoint = options.url("endpoint")
     return {"base_url": endpoint} if endpoint else {}
 

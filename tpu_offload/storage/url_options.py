@@ -94,11 +94,6 @@ class UrlOptions:
         except (OSError, ValueError) as e:
             raise self.error(name, value, f"a file that can be read ({one_line(e)})") from None
 
-    def refuse(self, name: str, expected: str) -> None:
-        """Refuses an option that other schemes have; `expected` says what to give instead."""
-        if name in self._given:
-            raise self.error(name, self._given[name], expected)
-
     def end(self) -> None:
         """Refuses options that were not read."""
         for name in self._given:

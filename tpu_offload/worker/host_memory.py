@@ -243,4 +243,4 @@ def error_line(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "it cannot be printed"
-    return f"{type(error).__name__}: {text}".splitlines()[0]
+    return " ".join(f"{type(error).__name__}: {text.strip()}".splitlines()[:1])

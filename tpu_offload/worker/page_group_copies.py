@@ -327,16 +327,6 @@ def _of_blocks(parts: Sequence[tuple[CopyJob, CopyPart]], name: str) -> list[int
     return values
 
 
-def compile_or_close(groups: Sequence[PageGroupCopies], close: Callable[[], None]) -> None:
-    """Compiles the programs of these copies. If one cannot be compiled, closes what was made for them."""
-    try:
-        for group in groups:
-            group.compile()
-    except BaseException:
-        close()
-        raise
-
-
 def page_groups_of(groups: Iterable[PageGroupCopies], group_id: int) -> list[PageGroupCopies]:
     """Those of one layer group; none if there is no such group."""
     return [group for group in groups if group.group_id == group_id]

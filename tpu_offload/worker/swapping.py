@@ -4,6 +4,7 @@ All of them use the direct path. A swap-out must read its blocks before the curr
 would gain nothing, and two blocks of HBM are enough.
 """
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -19,13 +20,7 @@ from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
 from tpu_offload.worker.host_memory import HostMemory, PoolPlan, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.page_group_copies import (
-    PageGroupCopies,
-    WrapCopier,
-    compile_or_close,
-    page_groups_of,
-    unwrapped,
-)
+from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, page_groups_of, unwrapped
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -81,26 +76,30 @@ class SwapCopies:
             for limit in [SegmentLimit()]
             for pages in group.page_groups
         ]
-        for group_id, layer_ids, limit, num_blocks, (num_segments, segment_blocks) in page_groups:
-            caches = [kv_caches[i] for i in layer_ids]
-            capacity = min(_MAX_BLOCKS, caches[0].shape[0] // layout.num_ranks)
-            spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
-            pool = PoolPlan(num_blocks, num_segments, segment_blocks, num_segments)
-            memory = HostMemory.allocate(spec, pool, limit=limit)
-            copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
-            self._groups.append(
-                PageGroupCopies(
-                    group_id=group_id,
-                    store=HostStore.SWAP_POOL,
-                    layer_ids=layer_ids,
-                    memory=memory,
-                    copiers=dict.fromkeys(Direction, copier),
-                    jobs=jobs,
-                    lockstep=not kv_caches[0].sharding.is_fully_addressable,
+        with contextlib.ExitStack() as on_error:
+            for group_id, layer_ids, limit, num_blocks, (num_segments, segment_blocks) in page_groups:
+                caches = [kv_caches[i] for i in layer_ids]
+                capacity = min(_MAX_BLOCKS, caches[0].shape[0] // layout.num_ranks)
+                spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
+                pool = PoolPlan(num_blocks, num_segments, segment_blocks, num_segments)
+                memory = HostMemory.allocate(spec, pool, limit=limit)
+                on_error.callback(memory.arena.close)
+                copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
+                self._groups.append(
+                    PageGroupCopies(
+                        group_id=group_id,
+                        store=HostStore.SWAP_POOL,
+                        layer_ids=layer_ids,
+                        memory=memory,
+                        copiers=dict.fromkeys(Direction, copier),
+                        jobs=jobs,
+                        lockstep=not kv_caches[0].sharding.is_fully_addressable,
+                    )
                 )
-            )
-        if not config.skip_jax_precompile:
-            compile_or_close(self._all(), self.close)
+            if not config.skip_jax_precompile:
+                for copies in self._all():
+                    copies.compile()
+            on_error.pop_all()
 
     @property
     def num_blocks_ready(self) -> tuple[int, ...]:

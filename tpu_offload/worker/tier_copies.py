@@ -4,6 +4,7 @@ This module decides which blocks are copied in which step, within the staging bu
 copies of each page group are in `worker.page_group_copies`, the memory is in `worker.tier_pools`.
 """
 
+import contextlib
 import dataclasses
 import logging
 import sys
@@ -28,7 +29,7 @@ from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.fused_copies import ForwardPassCopies
 from tpu_offload.worker.host_memory import HostPlan
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, compile_or_close, page_groups_of
+from tpu_offload.worker.page_group_copies import PageGroupCopies, WrapCopier, page_groups_of
 from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.tier_pools import TierPools
 from tpu_offload.worker.validate import job_error
@@ -100,9 +101,13 @@ class TierCopies:
             lockstep=self._lockstep,
         )
         self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
-        self._fused = self._make_fused(config, staging_blocks)
-        if not config.skip_jax_precompile:
-            compile_or_close(self._groups, self.pools.close)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.pools.close)
+            self._fused = self._make_fused(config, staging_blocks)
+            if not config.skip_jax_precompile:
+                for copies in self._groups:
+                    copies.compile()
+            on_error.pop_all()
 
     def _make_fused(self, config: OffloadConfig, staging_blocks: int) -> ForwardPassCopies | None:
         paths, blocks_per_chunk = self.pools.paths, config.blocks_per_chunk

@@ -1,5 +1,6 @@
 """The memory of the host tier in one process: its pools, and a copier for each page group."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -89,20 +90,23 @@ class TierPools:
         staged = [spec for spec, (_, pool, _) in zip(specs, page_groups, strict=True) if pool.is_staged]
         self.paths = _choose_paths(config, staged, num_groups=len(layout.groups), fused=fused)
         self.groups = []
-        for (group_id, pool, layer_ids), spec in zip(page_groups, specs, strict=True):
-            memory = HostMemory.allocate(spec, pool.plan, limit=pool.limit)
-            group = PageGroupCopies(
-                group_id=group_id,
-                store=HostStore.HOST_TIER,
-                layer_ids=layer_ids,
-                memory=memory,
-                copiers=self._make_copiers(config, pool, memory),
-                jobs=jobs,
-                lockstep=self.lockstep,
-                on_fail=on_fail,
-            )
-            self.groups.append(group)
-            pool.groups.append(group)
+        with contextlib.ExitStack() as on_error:
+            for (group_id, pool, layer_ids), spec in zip(page_groups, specs, strict=True):
+                memory = HostMemory.allocate(spec, pool.plan, limit=pool.limit)
+                on_error.callback(memory.arena.close)
+                group = PageGroupCopies(
+                    group_id=group_id,
+                    store=HostStore.HOST_TIER,
+                    layer_ids=layer_ids,
+                    memory=memory,
+                    copiers=self._make_copiers(config, pool, memory),
+                    jobs=jobs,
+                    lockstep=self.lockstep,
+                    on_fail=on_fail,
+                )
+                self.groups.append(group)
+                pool.groups.append(group)
+            on_error.pop_all()
         self._division: PoolDivision | None = None
         if pools.num_segments:
             self._division = PoolDivision(

@@ -148,11 +148,18 @@ class OffloadWorker:
         self._report: StepReport | None = None  # of this state, once it was made
 
     def _make_tier(
-        self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, pools: HostPlan, **options: Any
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: Sequence[Any],
+        *,
+        pools: HostPlan,
+        fused: bool,
+        wrap_copier: WrapCopier,
     ) -> TierCopies | None:
         if not all(self._num_host_slots):
             return None
-        return TierCopies(config, layout, kv_caches, pools=pools, jobs=self._jobs, **options)
+        return TierCopies(config, layout, kv_caches, pools=pools, jobs=self._jobs, fused=fused, wrap_copier=wrap_copier)
 
     def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
@@ -462,13 +469,13 @@ class OffloadWorker:
         """
         if self._is_closed:
             return
-        self._is_closed = True
         waiting_on = [array for copies in self._copies for array in copies.waiting_on(all_of_them=True)]
         timeout_s = min(self._timeout_s, MAX_CLOSE_S)
         if not wait_for_all(waiting_on, timeout_s=timeout_s):
             num_left = sum(not is_ready(array) for array in waiting_on)
             _logger.error("closing with %d copies still in flight after %g s", num_left, timeout_s)
         self._jobs.clear()
+        self._is_closed = True  # not before: a wait that was interrupted can be repeated
         self._close_copies()
 
     # Inside.

@@ -149,13 +149,15 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._series: dict[str, tuple[type[Any], dict[int, Any]]] = {}
 
-        # Several API servers have an endpoint together, and each interval is sent to one of them: the newest is right.
-        extras = {Gauge: {"multiprocess_mode": "mostrecent"}}
+        def make(kind: type[Any], family: str, text: str, *labels: str, **extra: Any) -> Any:
+            if kind is Gauge:
+                # Several API servers have an endpoint together, and each interval goes to one: the newest is right.
+                extra["multiprocess_mode"] = "mostrecent"
+            labels = *labelnames, *labels
+            return metric_types[kind](name=VLLM_PREFIX + family, documentation=text, labelnames=labels, **extra)
 
         def add(name: str, kind: type[Any], family: str, text: str, **extra: Any) -> None:
-            metric = metric_types[kind](
-                name=VLLM_PREFIX + family, documentation=text, labelnames=labelnames, **extras.get(kind, {}), **extra
-            )
+            metric = make(kind, family, text, **extra)
             self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
 
         for name, spec in _SPECS.items():
@@ -163,13 +165,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         for durations in HISTOGRAMS.values():
             add(durations.family, Histogram, durations.family, durations.help, buckets=durations.buckets_s)
         self._of_tiers = {
-            name: metric_types[_type(spec)](
-                name=VLLM_PREFIX + spec.family,
-                documentation=spec.help,
-                labelnames=[*labelnames, "tier"],
-                **extras.get(_type(spec), {}),
-            )
-            for name, spec in TIER_METRICS.items()
+            name: make(_type(spec), spec.family, spec.help, "tier") for name, spec in TIER_METRICS.items()
         }
         self._label_values = per_engine_labelvalues
 

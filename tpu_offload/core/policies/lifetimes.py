@@ -163,8 +163,8 @@ class Lifetimes:
             rates = self._rates[:, first:]
             self.constant_rates.observe(uses, runs, exposure, rates)
             parts = slice(len(self._factors), None)
-            exposure[parts] = self._part_exposure(all_alive, lived_now, elapsed, first)
-            self.part_rates.observe(runs[parts], exposure[parts], rates[parts])
+            exposure = self._part_exposure(all_alive, lived_now, elapsed, first)
+            self.part_rates.observe(runs[parts], exposure, rates[parts])
         self.all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
@@ -182,7 +182,8 @@ class Lifetimes:
 
         At ages that take longer to reach than the time since then: what is alive, on average of then and now. But a
         lifetime that got to a younger age may have begun and ended meanwhile, and few are at such an age at any one
-        time. So there all lifetimes count, running and ended ones, by the time that they spent in the group.
+        time. So there all lifetimes count, running and ended ones, by the time that they spent in the group. Those that
+        change their part count, with all their time, in the new one.
         """
         alive_on_average = (self._alive_then + alive) / 2 * elapsed
         since = np.maximum(lived + self._ended_lived() - self._lived_then, 0.0)
