@@ -350,6 +350,47 @@ def test_a_start_waits_for_another_that_allocates_but_not_for_ever(tmp_path, mon
     tier.close()
 
 
+def open_directories(monkeypatch, opened):
+    """From now on `opened` is called with each descriptor of a directory, and returns the one to use."""
+    real = os.open
+
+    def wrapped(path, flags, *args):
+        fd = real(path, flags, *args)
+        return opened(fd) if flags & os.O_DIRECTORY else fd
+
+    monkeypatch.setattr(os, "open", wrapped)
+
+
+def test_a_process_that_was_forked_while_files_are_allocated_does_not_keep_the_lock(tmp_path, monkeypatch):
+    copies = []  # with the same lock, as a forked process has
+
+    def copied(fd):
+        copies.append(os.dup(fd))
+        return fd
+
+    open_directories(monkeypatch, copied)
+    tier, _ = opened(tmp_path)
+    monkeypatch.undo()
+    assert len(copies) == 1
+    with locked(tmp_path):
+        pass
+    tier.close()
+    os.close(copies[0])
+
+
+def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(fd):
+        os.close(fd)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    open_directories(monkeypatch, refuse)
+    tier, _ = opened(tmp_path)
+    assert "cannot be locked while files are allocated ([Errno 13] Permission denied)" in caplog.text
+    write(tier, key_of(1), 1)
+    assert read(tier, key_of(1)) == payload(1)
+    tier.close()
+
+
 @pytest.mark.parametrize("num", range(1, 5))
 def test_a_start_that_runs_out_of_space_frees_what_it_took(tmp_path, monkeypatch, num):
     """The directory and three segments; others may have filled the disk meanwhile."""

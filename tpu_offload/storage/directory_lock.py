@@ -70,22 +70,15 @@ def allocating(directory: str) -> Iterator[None]:
     The directory itself is locked, so nothing is left there. If that cannot be done, or takes too long, it goes on
     with a warning.
     """
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as e:  # others may have made the workers' directories
-        _warn_unlocked(directory, e)
-        yield
-        return
-    try:
-        try:
+    with contextlib.ExitStack() as held:
+        try:  # others may have made the directory, and given it to themselves
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
             _wait_for(fd)
+            held.callback(fcntl.flock, fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
         except OSError as e:
             _warn_unlocked(directory, e)
-        yield  # locked, or after the warning
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open
-        os.close(fd)
+        yield
 
 
 def _wait_for(fd: int) -> None:

@@ -142,7 +142,7 @@ class FileTier(StorageTier):
     def _allocate(self, path: str, options: FileOptions) -> None:
         """Makes the files. If that fails, what was added is freed; what a smaller tier drops is gone."""
         sizes = self._check_space(path, options)
-        before = {name: _nbytes(os.path.join(path, name)) for name in (DIRECTORY_NAME, *sizes)}
+        before = {name: _sizes(os.path.join(path, name))[0] for name in (DIRECTORY_NAME, *sizes)}
         try:
             self._directory = SlotDirectory(os.path.join(path, DIRECTORY_NAME), self.spec)
             for name, nbytes in sizes.items():
@@ -162,7 +162,7 @@ class FileTier(StorageTier):
         for name in os.listdir(path):
             if SEGMENT_NAME.fullmatch(name) and name not in sizes:
                 os.unlink(os.path.join(path, name))
-        allocated = sum(_allocated_nbytes(os.path.join(path, name)) for name in (*sizes, DIRECTORY_NAME))
+        allocated = sum(_sizes(os.path.join(path, name))[1] for name in (*sizes, DIRECTORY_NAME))
         needed = sum(sizes.values()) + directory_nbytes(spec) - allocated
         disk = os.statvfs(path)
         free = disk.f_bavail * disk.f_frsize
@@ -284,18 +284,13 @@ def segment_name(number: int) -> str:
     return f"segment-{number:03}.kv"
 
 
-def _allocated_nbytes(path: str) -> int:
+def _sizes(path: str) -> tuple[int, int]:
+    """The bytes that a file has, and those that it takes on the disk; none if it is missing."""
     try:
-        return os.stat(path).st_blocks * 512
+        found = os.stat(path)
     except FileNotFoundError:
-        return 0
-
-
-def _nbytes(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
+        return 0, 0
+    return found.st_size, found.st_blocks * 512
 
 
 def _shrink(path: str, nbytes: int) -> None:

@@ -243,4 +243,4 @@ def error_line(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "it cannot be printed"
-    return " ".join(f"{type(error).__name__}: {text.strip()}".splitlines()[:1])
+    return f"{type(error).__name__}: {text.strip()}".splitlines()[0]

@@ -69,7 +69,7 @@ class PrefixTree:
         return False
 
     def reserve(self, num_slots: int, *, max_slots: int) -> None:
-        """Makes the columns, which are shorter, long enough for `num_slots` slots, and longer up to `max_slots`."""
+        """Makes the columns, which are too short, longer than `num_slots` slots, up to `max_slots`: so this is rare."""
         num_before = len(self.keys)
         num_slots = min(max(num_slots, num_before + min(num_before, _MAX_NEW) + 64), max_slots)
         self.keys.resize(num_slots, refcheck=False)  # moves pointers, or whole pages of them, and counts no references
