@@ -6,7 +6,7 @@ from tpu_offload.types import ChunkKey
 # What a preempted request does not hand on: where it is saved, it begins with what is given, and it has no load.
 OWN = {
     "arrival",
-    "block_tables",
+    "block_table",
     "load",
     "num_deferred_chunks",
     "num_offered_chunks",
@@ -29,10 +29,10 @@ def test_what_is_saved_at_preemption_has_all_else_that_the_request_has():
             setattr(request, name, object())
     if is_compiled():
         request.keys = [ChunkKey(b"k")]
-    saved = request.copy_for_early_save([[1, 2]], 2)
+    saved = request.copy_for_early_save([1, 2], 2)
     assert {name: getattr(saved, name) for name in names - OWN} == {
         name: getattr(request, name) for name in names - OWN
     }
-    assert (saved.block_tables, saved.num_offered_chunks) == ([[1, 2]], 2)
+    assert (saved.block_table, saved.num_offered_chunks) == ([1, 2], 2)
     assert (saved.promise, saved.load, saved.revoked) == (None, None, None)
     assert saved.num_saved_chunks == saved.num_tried_chunks == saved.num_deferred_chunks == 0

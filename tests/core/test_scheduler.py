@@ -683,7 +683,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
         engine.settle()
         engine.step()
     for request in request_table(engine.scheduler).all():
-        request.block_tables = request.keys = _Unreadable()
+        request.block_table = request.keys = _Unreadable()
     assert engine.scheduler.plan_step().empty
 
 

@@ -150,11 +150,6 @@ class TierContext:
         return len(self.layout.groups)
 
     @property
-    def num_full_groups(self) -> int:
-        """Those with full attention, which come first. One, if the host tier is on (`KVLayout.check_tier`)."""
-        return len(self.groups) - len(self.checkpoint_groups)
-
-    @property
     def checkpoint_groups(self) -> tuple[CheckpointGroup, ...]:
         """Those that checkpoints have pieces of: windows, then states."""
         return tuple([group for group in self.groups if isinstance(group, CheckpointGroup)])

@@ -8,11 +8,12 @@ that the host tier lacks. Most of that would be evicted next: HBM too evicts the
 
 from typing import Any, final
 
-from tpu_offload.core.block_tables import Ids, read_hashes, read_ids
+from tpu_offload.core.block_tables import read_hashes, read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import CachedPrefix, ScheduledRequest
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
+from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
@@ -26,7 +27,6 @@ class EarlySaves:
         self._policy = policy
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
-        self._num_full_groups = context.num_full_groups
         self._requests: list[RequestState] = []
 
     def __len__(self) -> int:
@@ -52,15 +52,14 @@ class EarlySaves:
         num_tokens = held.num_computed_tokens
         if request.load is not None:  # blocks of a load in flight may be half written
             num_tokens = min(num_tokens, request.load.num_valid_tokens)
-        given = held.block_tables[: self._num_full_groups]
-        num_blocks = min(len(held.block_hashes), *map(len, given))
+        given = held.block_tables[CHUNK_GROUP]
+        num_blocks = min(len(held.block_hashes), len(given))
         num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
         request.check_same(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        end = num_chunks * self._blocks_per_chunk
-        tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in given]
+        block_ids = read_ids(request.request_id, given, end=num_chunks * self._blocks_per_chunk)
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        return request.copy_for_early_save(tables, num_chunks)
+        return request.copy_for_early_save(block_ids, num_chunks)
 
     def add(self, saved: RequestState) -> None:
         """The coming plan saves this."""
@@ -88,21 +87,20 @@ class EarlySaves:
         if len(hashes) < num_chunks * size:
             raise RequestError(f"a cached prefix has {len(hashes)} block hashes; expected {num_chunks * size}")
         request.extend_keys(hashes, blocks_per_chunk=size)
-        tails = [self._tail(prefix, group_id, hashes, request) for group_id in range(self._num_full_groups)]
-        num_left = min(map(len, tails))
-        num_gone_blocks = len(hashes) - num_left
-        request.block_tables = [[-1] * num_gone_blocks + tail[:num_left][::-1] for tail in tails]
+        tail = self._tail(prefix, hashes, request)
+        num_gone_blocks = len(hashes) - len(tail)
+        request.block_table = [-1] * num_gone_blocks + tail[::-1]
         request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
         request.num_offered_chunks = num_worth_saving(self._policy, request, num_chunks)
         self._requests.append(request)
 
     @staticmethod
-    def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: RequestState) -> list[int]:
-        """The last blocks of a prefix that a layer group has in HBM, in reverse order."""
+    def _tail(prefix: CachedPrefix, hashes: list[BlockHash], request: RequestState) -> list[int]:
+        """The last blocks of a prefix that are in HBM, in reverse order."""
         block_ids: list[Any] = []
         block_of: Any = prefix.block_of  # the engine's, validated below
         for block_hash in reversed(hashes):
-            block_id = block_of(group_id, block_hash)
+            block_id = block_of(CHUNK_GROUP, block_hash)
             if block_id is None:
                 break
             block_ids.append(block_id)

@@ -1,7 +1,7 @@
 """The scheduler's state as others see it: statistics, events of the host tier, and consistency checks for tests."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tpu_offload import hashing
@@ -14,6 +14,7 @@ from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.core.swap.manager import RequestSwap
+from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.piece_keys import PieceKey, chunk_of, group_of
@@ -26,13 +27,12 @@ def take_events(context: TierContext) -> list[TierEvent]:
     """See `OffloadScheduler.take_events`."""
     if not context.index.has_changes:
         return []
-    num_full, events = context.num_full_groups, []
-    taken = context.index.take_changes(_MAX_EVENT_CHUNKS // max(1, num_full))
-    for kind, changes in itertools.groupby(taken, key=_event_kind):
+    events, piece_groups = [], [group.group_id for group in context.checkpoint_groups]
+    for kind, changes in itertools.groupby(context.index.take_changes(_MAX_EVENT_CHUNKS), key=_event_kind):
         if kind is TierEventKind.CLEARED:
             events.append(TierEvent(kind=kind, block_hashes=(), group_id=None))
             continue
-        for group_id, hashes in _hashes_by_group(changes, num_full).items():
+        for group_id, hashes in _hashes_by_group(changes, piece_groups).items():
             events.append(TierEvent(kind=kind, block_hashes=tuple(hashes), group_id=group_id))
     return events
 
@@ -43,7 +43,7 @@ def _event_kind(changes: Changes) -> TierEventKind:
     return TierEventKind.STORED if changes.found else TierEventKind.REMOVED
 
 
-def _hashes_by_group(several: Iterable[Changes], num_full: int) -> dict[int, list[BlockHash]]:
+def _hashes_by_group(several: Iterable[Changes], piece_groups: Sequence[int]) -> dict[int, list[BlockHash]]:
     """Per layer group, the block hashes that name these chunks and pieces. Full attention comes first."""
     chunks: list[BlockHash] = []
     by_group: dict[int, list[BlockHash]] = {}
@@ -53,9 +53,9 @@ def _hashes_by_group(several: Iterable[Changes], num_full: int) -> dict[int, lis
             chunks += map(hashing.last_block_hash, keys)
             continue
         for piece in map(PieceKey, keys):
-            hashes = by_group.setdefault(num_full + group_of(piece), [])
+            hashes = by_group.setdefault(piece_groups[group_of(piece)], [])
             hashes.append(hashing.last_block_hash(chunk_of(piece)))
-    return (dict.fromkeys(range(num_full), chunks) if chunks else {}) | by_group
+    return ({CHUNK_GROUP: chunks} if chunks else {}) | by_group
 
 
 def snapshot(

@@ -11,6 +11,7 @@ from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.promises import Promise, WaitingLoad
 from tpu_offload.core.request_state import LastMatch, RequestState
 from tpu_offload.core.storage.stack import StorageStackPlanner
+from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction
 
@@ -32,7 +33,6 @@ class LoadPlanner:
         self._block_nbytes = context.layout.block_nbytes
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
-        self._num_full_groups = context.num_full_groups
         self._checkpoint_groups = context.checkpoint_groups
         self._null_block = context.layout.null_block
         self._config = context.config
@@ -207,7 +207,7 @@ class LoadPlanner:
         num_blocks = num_wanted if is_whole else min(num_wanted, self._blocks_per_chunk)
         if not self._staging.stages(Direction.LOAD):
             return num_blocks, 0
-        num_staged = num_blocks * self._num_full_groups
+        num_staged = num_blocks
         if checkpoint is not None:
             staged = [group for group in self._checkpoint_groups if group.is_staged]
             num_staged += sum([num_wanted - group.first_loaded(0, num_wanted) for group in staged])
@@ -351,11 +351,9 @@ class LoadPlanner:
             first=first_block % self._blocks_per_chunk,
             num_blocks=end_block - first_block,
         )
-        parts = []
-        for group_id, table in enumerate(tables[: self._num_full_groups]):
-            block_ids = read_ids(request.request_id, table, first_block, end_block)
-            parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
-        num_staged = len(host_ids) * self._num_full_groups
+        block_ids = read_ids(request.request_id, tables[CHUNK_GROUP], first_block, end_block)
+        parts = [CopyPart(group_id=CHUNK_GROUP, block_ids=tuple(block_ids), host_block_ids=host_ids)]
+        num_staged = len(host_ids)
         if promise.held.checkpoint is not None:
             pieces, num_more = self._checkpoint_parts(request, promise.held.checkpoint, tables, first_block, end_block)
             return parts + pieces, num_staged + num_more

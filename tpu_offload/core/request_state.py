@@ -98,7 +98,7 @@ class RequestState:
       promise: what it was promised and has not taken.
       revoked: what it was promised and had not taken when a reset revoked it.
       load: its load, waiting or in flight.
-      block_tables: per layer group, its first blocks, at least those of the chunks on offer, as the engine last named
+      block_table: its first blocks of full attention, at least those of the chunks on offer, as the engine last named
         them; not shared. Empty while nothing is on offer.
       num_offered_chunks: leading chunks that should be in the host tier by now; their keys are known.
       num_gone_chunks: leading chunks that HBM has evicted already (of a prefix that it evicts).
@@ -125,7 +125,7 @@ class RequestState:
         self.promise: Promise | None = None
         self.revoked: Promise | None = None
         self.load: Job | WaitingLoad | None = None
-        self.block_tables: list[Ids] = []
+        self.block_table: Ids = []
         self.num_offered_chunks = 0
         self.num_gone_chunks = 0
         self.num_tried_chunks = 0
@@ -137,13 +137,13 @@ class RequestState:
         self.can_save = True
         self.has_kv = True
 
-    def copy_for_early_save(self, block_tables: list[Ids], num_chunks: int) -> "RequestState":
+    def copy_for_early_save(self, block_table: Ids, num_chunks: int) -> "RequestState":
         """What stands for the request after its preemption, while the chunks in these blocks are saved."""
         saved = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
         saved.limits = self.limits
         saved.keys = self.keys
         saved.last_match = self.last_match
-        saved.block_tables = block_tables
+        saved.block_table = block_table
         saved.num_offered_chunks = num_chunks
         saved.num_gone_chunks = self.num_gone_chunks
         saved.backoff_until_s = self.backoff_until_s

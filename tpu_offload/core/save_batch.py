@@ -68,20 +68,17 @@ class SaveJobs:
 class SaveBatch:
     """The chunks of one save job, as they are collected.
 
-    Args:
-      num_groups: groups with full attention.
-
     Attributes:
-      tables: per group with full attention, blocks of HBM.
-      keys: the chunks in them.
+      block_ids: their blocks in HBM.
+      keys: the chunks.
       slots: the chunks' slots in the host tier.
       request_ids: the requests that hold the blocks.
     """
 
-    __slots__ = ("keys", "request_ids", "slots", "tables")
+    __slots__ = ("block_ids", "keys", "request_ids", "slots")
 
-    def __init__(self, num_groups: int) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
         self.keys: list[ChunkKey] = []
         self.slots: list[int] = []
         self.request_ids: list[str] = []
@@ -90,8 +87,7 @@ class SaveBatch:
         """Adds the chunks of these numbers, ascending, of one request."""
         if len(chunks) == blocks_per_chunk == 1:  # fast path: a request that generates
             (first,) = chunks
-            for group_id, blocks in enumerate(self.tables):
-                blocks.append(int(request.block_tables[group_id][first]))
+            self.block_ids.append(int(request.block_table[first]))
             self.keys.append(request.keys[first])
         else:
             self._add_all(request, chunks, blocks_per_chunk)
@@ -102,9 +98,8 @@ class SaveBatch:
         first, end, keys = chunks[0], chunks[-1] + 1, request.keys
         are_consecutive = end - first == len(chunks)
         self.keys += keys[first:end] if are_consecutive else [keys[i] for i in chunks]
-        for blocks, table in zip(self.tables, request.block_tables, strict=True):
-            if are_consecutive:
-                blocks += plain(table[first * size : end * size])
-            else:
-                block_ids = plain(table)
-                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
+        if are_consecutive:
+            self.block_ids += plain(request.block_table[first * size : end * size])
+        else:
+            block_ids = plain(request.block_table)
+            self.block_ids += [block_ids[i * size + j] for i in chunks for j in range(size)]

@@ -18,6 +18,7 @@ from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_batch import SaveBatch, SaveJobs
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
+from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.core.validate import check_iterable, check_scheduled
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, JobKind
@@ -37,17 +38,18 @@ class Offer:
     Attributes:
       num_chunks: how many leading chunks should be in the host tier after the coming step.
       hashes: those that name the chunks whose keys are not known yet.
-      changes: per group with full attention, how many leading blocks are unchanged, and the blocks after those, up to
-        the end of the chunks.
+      num_same: how many leading blocks are unchanged.
+      block_ids: the blocks after those, up to the end of the chunks.
       tails: windows and states at the boundaries of its checkpoints.
     """
 
     def __init__(
-        self, num_chunks: int, hashes: list[BlockHash], changes: list[tuple[int, Ids]], tails: list[Tail]
+        self, num_chunks: int, hashes: list[BlockHash], num_same: int, block_ids: Ids, tails: list[Tail]
     ) -> None:
         self.num_chunks = num_chunks
         self.hashes = hashes
-        self.changes = changes
+        self.num_same = num_same
+        self.block_ids = block_ids
         self.tails = tails
 
 
@@ -82,7 +84,6 @@ class SavePlanner:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
-        self._num_full_groups = context.num_full_groups
         self._checkpoints = CheckpointSaves(context)
         # Requests with something to save, by account. All others cost a step nothing.
         self._unsaved: dict[str, RequestState] = {}
@@ -130,21 +131,15 @@ class SavePlanner:
             )
         )
         # Plain loops: an engine may name hundreds of requests in each step.
-        block_hashes, tables = scheduled.block_hashes, scheduled.block_tables[: self._num_full_groups]
-        num_blocks = min(request.limits.num_savable_tokens(num_tokens) // self._block_size, len(block_hashes))
-        for table in tables:
-            if len(table) < num_blocks:
-                num_blocks = len(table)
-        num_chunks = num_blocks // size
-        changes: list[tuple[int, Ids]] = []
+        block_hashes, table = scheduled.block_hashes, scheduled.block_tables[CHUNK_GROUP]
+        num_savable_blocks = request.limits.num_savable_tokens(num_tokens) // self._block_size
+        num_chunks = min(num_savable_blocks, len(block_hashes), len(table)) // size
+        num_same = 0
+        block_ids: Ids = []
         if self._saves_on_compute:
-            num_blocks, known = num_chunks * size, request.block_tables
-            is_known = num_chunks == request.num_offered_chunks == request.num_saved_chunks
-            for i, table in enumerate(tables):
-                change = read_changes(request.request_id, known[i] if known else [], table, num_blocks)
-                is_known = is_known and change[0] == num_blocks
-                changes.append(change)
-            if is_known:
+            num_blocks = num_chunks * size
+            num_same, block_ids = read_changes(request.request_id, request.block_table, table, num_blocks)
+            if num_same == num_blocks and num_chunks == request.num_offered_chunks == request.num_saved_chunks:
                 return None
         num_known = len(request.keys)
         hashes: list[BlockHash] = []
@@ -159,7 +154,7 @@ class SavePlanner:
                 )
         has_tails = self._saves_on_compute and self._checkpoints.enabled
         tails = self._checkpoints.read(request, scheduled, num_chunks) if has_tails else []
-        return Offer(num_chunks, hashes, changes, tails)
+        return Offer(num_chunks, hashes, num_same, block_ids, tails)
 
     def offer(self, offers: Offers) -> None:
         """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
@@ -168,19 +163,13 @@ class SavePlanner:
             self._requests.add(request)
 
     def _offer(self, request: RequestState, offer: Offer) -> None:
-        num_chunks, changes = offer.num_chunks, offer.changes
+        num_chunks, table = offer.num_chunks, request.block_table
         if offer.hashes:
             request.add_keys(offer.hashes)
-        tables = request.block_tables
-        if tables and changes:
-            for group_id, (num_same, block_ids) in enumerate(changes):
-                table = tables[group_id]
-                if num_same and type(table) is list:
-                    table[num_same:] = block_ids
-                else:
-                    tables[group_id] = block_ids
+        if offer.num_same and type(table) is list:
+            table[offer.num_same :] = offer.block_ids
         else:
-            request.block_tables = [block_ids for _, block_ids in changes]
+            request.block_table = offer.block_ids
         self.observe(request, num_chunks)
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
@@ -220,7 +209,7 @@ class SavePlanner:
 
     def clear_offer(self, request: RequestState) -> None:
         """Nothing of the request is saved unless it is offered again."""
-        request.block_tables = []
+        request.block_table = []
         request.num_offered_chunks = 0
         self._unsaved.pop(request.account, None)
 
@@ -244,7 +233,7 @@ class SavePlanner:
         if not self._unsaved and not self.early and not self._checkpoints:
             self._staging.end_plan(saves_wait=False)
             return
-        chunk_blocks = self._blocks_per_chunk * self._num_full_groups
+        chunk_blocks = self._blocks_per_chunk
         room_blocks = self._staging.room_for_saves()
         staging_room = room_blocks // chunk_blocks
         room = staging_room if self._breaker.closed else min(staging_room, 1)
@@ -302,19 +291,18 @@ class SavePlanner:
         assert self._unsaved.keys() <= {r.account for r in requests}, "a request that is gone is still to be saved"
         for request in requests:
             num_blocks = request.num_offered_chunks * self._blocks_per_chunk
-            known = request.block_tables or [[]]
-            assert all(len(table) >= num_blocks for table in known), "chunks are on offer whose blocks are not known"
+            assert len(request.block_table) >= num_blocks, "chunks are on offer whose blocks are not known"
             assert len(request.keys) >= request.num_offered_chunks, "chunks are on offer whose keys are not known"
 
     def _plan_all(self, kind: JobKind, requests: Iterable[RequestState], room: int, *, deadline_s: float) -> int:
         """Plans saves for these requests, in their order, of at most `room` chunks; returns how many."""
         is_use = kind is JobKind.SAVE
-        shared, num_saved = SaveBatch(self._num_full_groups), 0
+        shared, num_saved = SaveBatch(), 0
         some_back_off = len(self._backoff) > 0
         try:
             for request in requests:
                 # Chunks that failed get a job of their own, so that they fail no others again.
-                batch = SaveBatch(self._num_full_groups) if some_back_off and self._backs_off(request) else shared
+                batch = SaveBatch() if some_back_off and self._backs_off(request) else shared
                 num_saved += self._plan_one(request, batch, room - num_saved, is_use=is_use)
                 if batch is not shared and batch.slots:
                     self._plan_job(kind, batch, deadline_s=deadline_s)
@@ -410,18 +398,15 @@ class SavePlanner:
             )
 
     def _plan_job(self, kind: JobKind, batch: SaveBatch, *, deadline_s: float) -> None:
-        num_blocks = len(batch.tables[0])
+        num_blocks = len(batch.block_ids)
         host_ids = host_blocks(batch.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
-        parts = [
-            CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids)
-            for group_id, block_ids in enumerate(batch.tables)
-        ]
+        part = CopyPart(group_id=CHUNK_GROUP, block_ids=tuple(batch.block_ids), host_block_ids=host_ids)
         self._jobs.plan(
             kind,
-            parts,
+            [part],
             batch.keys,
             batch.slots,
-            num_staged_blocks=num_blocks * self._num_full_groups,
+            num_staged_blocks=num_blocks,
             request_ids=batch.request_ids,
             deadline_s=deadline_s,
         )

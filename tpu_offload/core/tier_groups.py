@@ -6,13 +6,16 @@ docs/architecture.md lists what else tells kinds apart.
 
 import abc
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Final, final
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey, Pool
+
+CHUNK_GROUP: Final = 0
+"""The layer group that chunks are of: the one with full attention, which comes first (see `KVLayout.check_tier`)."""
 
 
 class TierGroup:
