@@ -112,10 +112,11 @@ def show(row: dict[str, Any]) -> None:
         return
     limit, rate = row["of_limit"], row["gb_per_s"]["median"]
     peer = f"{row['of_peer']['median']:6.2f}" if row["of_peer"] else "     -"
+    bare = f", of program {row['of_program']['median']:.2f}" if row["of_program"] else ""
     floor = f", of floor {row['of_floor']['median']:.2f}" if row["of_floor"] else ""
     print(
         f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks {rate:7.2f} GB/s, of limit "
-        f"{limit['median']:.2f} ({limit['p10']:.2f}-{limit['p90']:.2f}){floor}, of peer {peer}{delay}, "
+        f"{limit['median']:.2f} ({limit['p10']:.2f}-{limit['p90']:.2f}){bare}{floor}, of peer {peer}{delay}, "
         f"{row['num_rounds']} rounds",
         flush=True,
     )

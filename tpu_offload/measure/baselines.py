@@ -1,8 +1,8 @@
 """Baselines of the copy measurements: the machine's limit, jax's floor, and the peer's method.
 
-`Memcpy` is the limit on a CPU, where "HBM" is host memory; `BusCopies` is the limit on an accelerator. `EmptyCopies`
-are the programs of the direct path with nothing to copy: below that no jax program comes. `PeerCopies` is the method of
-tpu-inference's connector.
+`Memcpy` is the limit on a CPU, where "HBM" is host memory; `BusCopies` is the limit on an accelerator. `ProgramCopies`
+are the programs of the direct path without the library around them, and with nothing to copy: below that no jax program
+comes. `PeerCopies` is the method of tpu-inference's connector.
 """
 
 import functools
@@ -118,26 +118,39 @@ class BusCopies:
 
 
 @final
-class EmptyCopies:
-    """Copies of no blocks: what jax takes to start a program with all of its arguments, and to tell that it has ended.
+class ProgramCopies:
+    """The program of a copier by itself, without jobs: their checks, their bookkeeping and their reports.
+
+    It cycles through the positions of the segment, as `WorkerCopies` does.
 
     Args:
       copier: the one whose copies are measured, so that the programs and their arguments are the same.
+      segment_blocks: blocks in its first segment; 0 copies no blocks. What is left then is what jax takes to start a
+        program with all of its arguments, and to tell that it has ended.
     """
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: Copier, *, segment_blocks: int) -> None:
         self._copier = copier
+        self._segment_blocks = segment_blocks
+        self._next_place = 0
         self._flight: Flight | None = None
-        none = np.zeros(0, np.int32)
-        self._moves = BlockMoves(none.astype(np.int64), none, none)
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
         """See `Method`."""
+        moves = self._moves(block_ids if self._segment_blocks else [])
         if direction is Direction.SAVE:
-            self._flight = self._copier.save(0, self._moves, caches)
+            self._flight = self._copier.save(0, moves, caches)
         else:
-            self._flight, caches = self._copier.load(0, self._moves, list(caches))
+            self._flight, caches = self._copier.load(0, moves, list(caches))
         return caches
+
+    def _moves(self, block_ids: list[int]) -> BlockMoves:
+        num_blocks = len(block_ids)
+        if self._next_place + num_blocks > self._segment_blocks:
+            self._next_place = 0
+        places = np.arange(self._next_place, self._next_place + num_blocks, dtype=np.int32)
+        self._next_place += num_blocks
+        return BlockMoves(np.zeros(num_blocks, np.int64), np.array(block_ids, np.int32), places)
 
     def finish(self, caches: Caches) -> Caches:
         """See `Method`."""

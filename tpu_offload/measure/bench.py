@@ -18,7 +18,7 @@ import jax
 
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
-from tpu_offload.measure.baselines import BusCopies, EmptyCopies, Memcpy, Method, PeerCopies
+from tpu_offload.measure.baselines import BusCopies, Memcpy, Method, PeerCopies, ProgramCopies
 from tpu_offload.measure.figures import PATHS, Failure, Figures, Spread
 from tpu_offload.measure.model_step import ModelStep
 from tpu_offload.measure.worker_copies import Geometry, JobTimes, WorkerCopies, time_steps
@@ -28,9 +28,9 @@ _logger = logging.getLogger(__name__)
 
 _WALK_NBYTES = 256 * 2**20  # on a CPU, at least this size is walked through: several times the CPU's caches
 _DEFAULT_COMPILE_S = 600.0
+_PROGRAMS = ("program", "empty")  # of the direct path, by themselves
 
-
-_Key = tuple[CopyPath | str, Direction]  # a path, "limit", "empty" or "peer"
+_Key = tuple[CopyPath | str, Direction]  # a path, "limit", "program", "empty" or "peer"
 
 
 class TransferBench:
@@ -120,7 +120,9 @@ class TransferBench:
                 self._fail(path, direction, e)
         else:
             if path is CopyPath.DIRECT:
-                self._baselines["empty"] = EmptyCopies(worker.copiers[0])  # one for both directions
+                copier = worker.copiers[0]  # one for both directions
+                self._baselines["program"] = ProgramCopies(copier, segment_blocks=worker.num_host_blocks)
+                self._baselines["empty"] = ProgramCopies(copier, segment_blocks=0)
 
     def _wait_for_fused(self, step: ModelStep, give_up_s: float) -> None:
         for direction in [direction for path, direction in self._working() if path is CopyPath.FUSED]:
@@ -194,7 +196,8 @@ class TransferBench:
         """Replaces the worker of a failed copy: its copies in flight would be taken for the next job."""
         works = [direction for other, direction in self._working() if other is path]
         if path is CopyPath.DIRECT:
-            self._baselines.pop("empty", None)
+            for name in _PROGRAMS:
+                self._baselines.pop(name, None)
         self._workers.pop(path).worker.close()
         if works:
             self._add_worker(path, works)
@@ -229,7 +232,7 @@ class TransferBench:
                 if isinstance(name, CopyPath):
                     self._fail(name, direction, e)
                     self._renew_worker(name)
-                elif name == "empty":  # as the path itself will
+                elif name in _PROGRAMS:  # as the path itself will
                     del self._baselines[name]
                 else:
                     self._skip_peer(e)
@@ -284,7 +287,7 @@ class TransferBench:
 
         seconds = [times.seconds for times in ours if times.seconds is not None]
         limit, peer = others("limit"), others("peer")
-        empty = others("empty") if path is CopyPath.DIRECT else []
+        program, empty = (others(name) if path is CopyPath.DIRECT else [] for name in _PROGRAMS)
         floor = [a + b for a, b in zip(limit, empty, strict=True)] if empty else []
         limit_rate = rate(limit)
         assert limit_rate is not None, "the limit is always measured"
@@ -302,6 +305,8 @@ class TransferBench:
             peer_gb_per_s=rate(peer),
             of_limit=ratio(limit),
             of_peer=ratio(peer),
+            program_s=Spread.of(program) if program else None,
+            of_program=ratio(program),
             empty_s=Spread.of(empty) if empty else None,
             of_floor=ratio(floor),
             delay_s=spread("delay_s"),

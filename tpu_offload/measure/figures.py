@@ -10,6 +10,8 @@ its own:
               and donated pinned memory, so the rate of the bus
   of_peer     seconds of the peer's method / ours: the speed-up over gather, split and one `device_put` per
               block (saves), or one `device_put` per block, a wait, a scatter and a wait (loads)
+  program_s   of `direct`: seconds of the same program with as many blocks, called without a worker
+  of_program  program_s / ours: the share of a job that is jax's and the processor's. The rest is this library's
   empty_s     of `direct`: seconds of the same program with no blocks to copy, so what jax takes to run it
   of_floor    (seconds of the limit + empty_s) / ours: 1 is what a jax program can do
 
@@ -86,6 +88,8 @@ class Figures:
     peer_gb_per_s: Spread | None
     of_limit: Spread | None
     of_peer: Spread | None
+    program_s: Spread | None
+    of_program: Spread | None
     empty_s: Spread | None
     of_floor: Spread | None
     delay_s: Spread | None
