@@ -10,7 +10,7 @@ from tpu_offload import OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference
 from tpu_offload.measure import PATHS, CopyRates, Figures, Geometry, Spread, TransferBench, measure_copy_rates
-from tpu_offload.measure.baselines import BusCopies, Memcpy, PeerCopies
+from tpu_offload.measure.baselines import BusCopies, Memcpy, PeerCopies, ProgramCopies
 from tpu_offload.measure.figures import rank
 from tpu_offload.measure.model_step import ModelStep
 from tpu_offload.measure.worker_copies import WorkerCopies
@@ -116,6 +116,20 @@ def test_memcpy_walks():
     for _ in range(2):
         memcpy.dispatch(SAVE, [], [0])
     np.testing.assert_array_equal(memcpy.target, [10, 11, 12, 3, 4, 5, 16, 17, 18, 1])
+
+
+def test_the_program_by_itself_moves_the_blocks_and_an_empty_one_none():
+    caches = filled()
+    config = OffloadConfig.create(save_path="direct", load_path="direct", num_staging_blocks=2, num_cpu_chunks=6)
+    worker = WorkerCopies(config, caches)
+    program, empty = (ProgramCopies(worker.copiers[0], segment_blocks=n) for n in (4, 0))
+    caches = program.finish(program.dispatch(SAVE, caches, [4, 2]))  # to 0 and 1
+    caches = empty.finish(empty.dispatch(SAVE, caches, [1, 3]))
+    caches = program.finish(program.dispatch(SAVE, caches, [5, 5]))  # to 2 and 3
+    caches = program.finish(program.dispatch(LOAD, caches, [0, 1]))  # from 0 and 1 again
+    caches = empty.finish(empty.dispatch(LOAD, caches, [2, 3]))
+    assert first_values(caches) == [[4, 2, 2, 3, 4, 5], [14, 12, 12, 13, 14, 15]]
+    worker.worker.close()
 
 
 def test_a_step_reads_and_writes_the_caches():
