@@ -13,8 +13,9 @@ import numpy as np
 
 from tpu_offload.kernels import ArenaView, BlockMoves, BySegment, Copier, Flight, Phase
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
+from tpu_offload.values import error_line
 from tpu_offload.worker.arrays import check_alive, is_ready
-from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
+from tpu_offload.worker.host_memory import HostMemory, check_copied
 from tpu_offload.worker.jobs import WorkerJobs
 
 Caches = list[jax.Array]
