@@ -21,7 +21,7 @@ import numpy as np
 
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
-from tpu_offload.values import as_count, one_line
+from tpu_offload.values import as_count, error_text, one_line
 
 _DIGEST_NBYTES = 16
 _MAX_TOKEN = 2**63 - 1
@@ -97,7 +97,7 @@ def _other_token_bytes(tokens: Any, first: int, block_size: int) -> bytes:
         if isinstance(wanted, np.ndarray) and wanted.dtype == object:
             wanted = wanted.tolist()
     except Exception as e:  # a caller's object may raise anything
-        raise RequestError(f"the tokens cannot be read: {type(e).__name__}: {one_line(e)}") from e
+        raise RequestError(f"the tokens cannot be read: {error_text(e)}") from e
     return _token_bytes(wanted) if len(wanted) else b""
 
 

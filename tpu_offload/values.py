@@ -29,3 +29,17 @@ def one_line(value: object) -> str:
     except Exception:  # a caller's object may raise anything
         words = f"a {type(value).__name__}"
     return " ".join(words.split())[:100]
+
+
+def error_text(error: Exception) -> str:
+    """An error for the message of another: its type, and what it says as in `one_line`."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def error_line(error: BaseException) -> str:
+    """An error for a report: its type and the whole of its first line; one of the user's own class may have none."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "it cannot be printed"
+    return f"{type(error).__name__}: {text.strip()}".splitlines()[0]

@@ -3,17 +3,24 @@ from tpu_offload.core.request_state import RequestState
 from tpu_offload.native import is_compiled
 from tpu_offload.types import ChunkKey
 
-# What a preempted request does not hand on: where it is saved, it begins with what is given, and it has no load.
+# What a preempted request does not hand on: where it is saved, it begins with what is given, and it has no load. It is
+# planned once, in the coming step, and matched, admitted and offered never.
 OWN = {
     "arrival",
+    "backoff_until_s",
     "block_table",
+    "has_kv",
+    "last_match",
     "load",
+    "num_checkpoint_chunks",
     "num_deferred_chunks",
+    "num_gone_chunks",
     "num_offered_chunks",
     "num_saved_chunks",
     "num_tried_chunks",
     "promise",
     "revoked",
+    "rolling",
 }
 
 
@@ -35,4 +42,4 @@ def test_what_is_saved_at_preemption_has_all_else_that_the_request_has():
     }
     assert (saved.block_table, saved.num_offered_chunks) == ([1, 2], 2)
     assert (saved.promise, saved.load, saved.revoked) == (None, None, None)
-    assert saved.num_saved_chunks == saved.num_tried_chunks == saved.num_deferred_chunks == 0
+    assert saved.num_saved_chunks == saved.num_tried_chunks == saved.num_deferred_chunks == saved.num_gone_chunks == 0

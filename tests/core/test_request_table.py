@@ -7,8 +7,9 @@ def test_a_request_is_looked_up_by_its_id_as_in_a_dict() -> None:
     table = request_table(WindowEngine((), num_rows=60, workers=[FakeWorker(num_host_chunks=8)]).scheduler)
     for request_id in "b", "a":
         table.add(table.new(request_id))
-    assert "a" in table
-    assert "c" not in table
-    assert list(table) == ["b", "a"]
+    assert table["a"].request_id == "a"
+    assert table.get("c") is None
+    assert [request.request_id for request in table.all()] == ["b", "a"]
     table.remove("a")
-    assert "a" not in table
+    assert table.get("a") is None
+    assert len(table) == 1

@@ -16,13 +16,10 @@ def test_exact_fit_fits() -> None:
     staging.check_invariants()
 
 
-def test_a_reservation_is_all_or_nothing_unless_partial() -> None:
+def test_a_reservation_is_all_or_nothing() -> None:
     staging = StagingBufferManager(4)
     assert staging.reserve("a", 5, SAVE) == 0
-    assert staging.num_reserved == 0
-    assert staging.reserve("a", 5, SAVE, partial=True) == 4
-    assert staging.reserve("b", 1, LOAD, partial=True) == 0
-    assert staging.held("b", LOAD) == 0
+    assert staging.held("a", SAVE) == staging.num_reserved == 0
     staging.check_invariants()
 
 
@@ -67,6 +64,6 @@ def test_errors_leave_the_accounts_as_they_were(call, message) -> None:
 
 
 def test_budget_of_zero_grants_nothing_and_a_negative_one_is_an_error() -> None:
-    assert StagingBufferManager(0).reserve("a", 1, SAVE, partial=True) == 0
+    assert StagingBufferManager(0).reserve("a", 1, SAVE) == 0
     with pytest.raises(StagingError, match="-1"):
         StagingBufferManager(-1)

@@ -31,10 +31,10 @@ class StagingMachine(RuleBasedStateMachine):
     def free(self):
         return self.budget - sum(self.held.values())
 
-    def grant(self, request, direction, num, *, partial):
+    def grant(self, request, direction, num):
         """Reserves what may be reserved: one load a request, any number of saves."""
-        expected = num if num <= self.free else self.free if partial else 0
-        assert self.staging.reserve(request, num, direction, partial=partial) == expected
+        expected = num if num <= self.free else 0
+        assert self.staging.reserve(request, num, direction) == expected
         if expected:
             self.held[request, direction] = self.held.get((request, direction), 0) + expected
         self.peak = max(self.peak, self.budget - self.free)
@@ -45,40 +45,40 @@ class StagingMachine(RuleBasedStateMachine):
         if not self.held[request, direction]:
             del self.held[request, direction]
 
-    def refuse(self, call, request, num, direction, **options):
+    def refuse(self, call, request, num, direction):
         """That nothing has changed is for the invariant to see."""
         with pytest.raises(StagingError) as error:
-            call(request, num, direction, **options)
+            call(request, num, direction)
         assert repr(request) in str(error.value)
         assert str(num) in str(error.value) or call == self.staging.reserve
 
     def draw_holder(self, data, *, direction=None):
         return data.draw(st.sampled_from([h for h in self.held if direction in (None, h[1])]))
 
-    @rule(request=requests, direction=directions, num=st.integers(1, 15), partial=st.booleans())
-    def reserve(self, request, direction, num, partial):
+    @rule(request=requests, direction=directions, num=st.integers(1, 15))
+    def reserve(self, request, direction, num):
         if direction is LOAD and (request, LOAD) in self.held:
-            self.refuse(self.staging.reserve, request, num, direction, partial=partial)
+            self.refuse(self.staging.reserve, request, num, direction)
         else:
-            self.grant(request, direction, num, partial=partial)
+            self.grant(request, direction, num)
 
-    @rule(request=requests, direction=directions, over=st.integers(0, 2), partial=st.booleans())
-    def reserve_what_is_left_or_a_little_more(self, request, direction, over, partial):
+    @rule(request=requests, direction=directions, over=st.integers(0, 2))
+    def reserve_what_is_left_or_a_little_more(self, request, direction, over):
         if self.free + over and not (direction is LOAD and (request, LOAD) in self.held):
-            self.grant(request, direction, self.free + over, partial=partial)
+            self.grant(request, direction, self.free + over)
 
     @precondition(lambda self: any(direction is LOAD for _, direction in self.held))
-    @rule(data=st.data(), num=st.integers(1, 13), partial=st.booleans())
-    def reserve_a_second_load(self, data, num, partial):
+    @rule(data=st.data(), num=st.integers(1, 13))
+    def reserve_a_second_load(self, data, num):
         request, _ = self.draw_holder(data, direction=LOAD)
-        self.refuse(self.staging.reserve, request, num, LOAD, partial=partial)
+        self.refuse(self.staging.reserve, request, num, LOAD)
 
-    @rule(request=requests, direction=directions, num=nothing, partial=st.booleans(), release=st.booleans())
-    def reserve_or_release_nothing_or_less(self, request, direction, num, partial, release):
+    @rule(request=requests, direction=directions, num=nothing, release=st.booleans())
+    def reserve_or_release_nothing_or_less(self, request, direction, num, release):
         if release:
             self.refuse(self.staging.release, request, num, direction)
         else:
-            self.refuse(self.staging.reserve, request, num, direction, partial=partial)
+            self.refuse(self.staging.reserve, request, num, direction)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

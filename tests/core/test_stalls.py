@@ -198,6 +198,27 @@ def test_many_invalid_chunks_are_removed_incrementally() -> None:
     index.check_invariants()
 
 
+def test_a_reset_leaves_the_removal_of_invalid_chunks_to_later_calls() -> None:
+    index = make("density", 3, 3 * MAX_REMOVED)
+    keys, pinned = chain(0, 3 * MAX_REMOVED), chain(1, 10)
+    index.pin(keys)
+    index.pin(pinned)
+    index.invalidate(keys)
+    index.unpin(keys)
+    index.clear()
+    index.check_invariants()
+    assert len(index) == 2 * MAX_REMOVED + len(pinned)
+    sizes = []
+    while index.num_deferred:
+        index.tidy()
+        index.check_invariants()
+        sizes.append(len(index))
+    assert sizes[:2] == [MAX_REMOVED + len(pinned), len(pinned)]
+    index.unpin(pinned)
+    assert len(index) == 0
+    index.check_invariants()
+
+
 @pytest.mark.parametrize("num_resident", [0, 1, 700, 20_000])
 def test_a_lookup_looks_at_few_keys_of_a_long_prefix(num_resident) -> None:
     index = make("lru", 1, max(num_resident, 1))

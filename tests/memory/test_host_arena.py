@@ -200,6 +200,43 @@ def test_lost_segments_are_logged_and_refused(caplog, monkeypatch):
     arena.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no\nmore"), "RESOURCE_EXHAUSTED: no"),
+    ],
+)
+def test_a_lost_segment_without_memory_stays_lost_and_the_others_serve(monkeypatch, caplog, error, said):
+    def refuse(struct):
+        raise error
+
+    arena = make_arena()
+    arena.wait_until_allocated()
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(host_arena, "pinned_zeros", refuse)
+        arena.mark_lost(1)
+        while not arena.can_free(1):
+            time.sleep(0.001)
+    assert arena.take_lost() == ((2, 4),)
+    assert caplog.messages == [
+        "host pool segment 1 (chunks 2 to 3) is lost",
+        f"host pool: segment 1 could not be allocated again ({said}): its copies fail until the engine restarts",
+    ]
+    with pytest.raises(TransferError, match=r"segment 1 was lost.*chunks 2 to 3"):
+        arena.segment(1)
+    arena.mark_lost(1)  # another copy that used it has failed
+    assert arena.take_lost() == ()
+    assert len(caplog.messages) == 2
+    arena.segment(0)
+    arena.segment(2)
+    arena.free_from(1)  # where two pools share memory: what is allocated in its place is not lost
+    arena.grow(3)
+    arena.wait_until_allocated()
+    assert not np.asarray(arena.segment(1)[0]).any()
+    arena.close()
+
+
 @pytest.mark.parametrize("num_fitting", [0, 3, 4, 5, 9, 23, 24])
 def test_hosts_with_less_memory_have_fewer_segments_of_the_same_size(num_fitting):
     num_segments, per_segment = plan_shared_segments(24, num_fitting, chunk_nbytes=GB, segment_gb=4.5)

@@ -321,6 +321,13 @@ class Poisoned:
         raise jax.errors.JaxRuntimeError("INTERNAL: core halted")
 
 
+class Unpollable(Poisoned):
+    """Likewise; already polling it raises."""
+
+    def is_ready(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: core halted, as polling says")
+
+
 class Slow:
     """A fake array that is not ready until the test sets it ready, or has polled it a given number of times."""
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.inside.worker import staging_usage
 from tests.jobs import copy_job
 from tests.worker.engine import (
     CANCELLED,
@@ -17,12 +18,14 @@ from tests.worker.engine import (
     Engine,
     Poisoned,
     Slow,
+    Unpollable,
     broken,
     ending_with,
     split_path,
     wait_until_rebuilt,
 )
 from tpu_offload.errors import CachesLostError, TransferError
+from tpu_offload.kernels import Flight, Phase
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction, JobKind, StepPlan
 from tpu_offload.worker.arrays import renew
@@ -214,6 +217,95 @@ def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction
     engine.step(saves=[good])
     engine.expect_saved(good)
     assert engine.states() == {2: FINISHED}
+    engine.check()
+
+
+def not_to_be_polled(engine, method, job_id):
+    """Replaces what the flight of a job waits on once this method of its copier has dispatched a program."""
+    copier = engine.saver if "save" in method else engine.loader
+    real = getattr(copier, method)
+
+    def dispatch(*args):
+        result = real(*args)
+        of_result = result if isinstance(result, tuple) else (result,)
+        flight = next(found for found in (*of_result, *args) if isinstance(found, Flight))
+        if job_id in flight.moves.job_ids:
+            flight.waiting_on = Unpollable()  # type: ignore[assignment]
+        return result
+
+    setattr(copier, method, dispatch)
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("direct", "save"), ("direct", "load"), *(("staged", m) for m in ("save", "resume_save", "load", "resume_load"))],
+)
+def test_an_array_that_raises_when_it_is_polled_fails_its_job_and_no_other(path, method):
+    engine = Engine(path)
+    first = engine.save([0, 1, 2, 3], [0, 1, 8, 9])
+    engine.step(saves=[first])
+    engine.expect_saved(first)
+    engine.drain()
+    direction = method.removeprefix("resume_")
+    bad, good = (getattr(engine, direction)(*places) for places in (([4, 5], [8, 9]), ([6, 7], [0, 1])))
+    not_to_be_polled(engine, method, bad.job_id)
+    engine.step(**{f"{direction}s": [bad, good]})
+    results = engine.drain()
+    assert {job_id: result.state for job_id, result in results.items()} == {bad.job_id: FAILED, good.job_id: FINISHED}
+    assert results[bad.job_id].error == "JaxRuntimeError: INTERNAL: core halted"
+    assert not engine.flights
+    assert staging_usage(engine.worker).room == 6, "its staging blocks are free"
+    if direction == "save":
+        engine.expect_saved(good)
+    else:
+        engine.expect_loaded(good)
+    if (path, method) == ("direct", "save") or method == "resume_save":  # the program had the segment
+        wait_until_rebuilt(engine.pool, 1)
+        engine.host[8:16] = 0
+    elif (path, method) == ("direct", "load") or method == "resume_load":  # here it has run all the same
+        engine.expect_loaded(bad)
+    engine.check()
+    vars(engine.saver).pop(method, None)
+    vars(engine.loader).pop(method, None)
+    engine.check_round_trip()
+
+
+def test_a_worker_closes_although_polling_raises(caplog):
+    engine = Engine("staged")
+    engine.step(saves=[engine.save([0], [0])], loads=[engine.load([1], [1])])
+    for flight in engine.flights:
+        flight.waiting_on = Unpollable()
+    engine.worker.close()
+    assert not caplog.messages
+
+
+class Unusable:
+    """The output of a program that has failed: it is not deleted, but every program that takes it fails."""
+
+    def is_deleted(self):
+        return False
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_the_host_staging_array_of_a_failed_load_is_not_used_again(phase):
+    """The program that failed may have been the one that wrote it."""
+    engine = Engine("staged")
+    engine.begin(engine.load([4, 5], [0, 1]))
+    if phase is Phase.COPYING:
+        engine.flights[0].waiting_on.block_until_ready()
+        engine.caches = engine.worker.resume_loads(engine.caches)
+    (flight,) = engine.flights
+    assert flight.phase is phase
+    flight.waiting_on, flight.host_staging = Unpollable(), Unusable()
+    assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
+    engine.expect_what_is_there()
+    again = engine.load([6, 7], [2, 3])
+    engine.step(loads=[again])
+    engine.expect_loaded(again)
+    assert engine.states() == {again.job_id: FINISHED}
     engine.check()
 
 

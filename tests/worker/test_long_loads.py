@@ -15,7 +15,8 @@ from tests.worker.engine import (
     Engine,
     broken,
 )
-from tpu_offload.types import JobKind
+from tpu_offload.errors import CachesLostError
+from tpu_offload.types import JobKind, StepPlan
 
 NUM_BLOCKS = 10
 STAGING = 6
@@ -163,3 +164,67 @@ def test_a_load_in_pieces_is_written_when_its_last_piece_is() -> None:
         engine.begin()
     assert written == [(), (), (load.job_id,)]
     engine.drain()
+
+
+def resume_until_ended(engine):
+    """What an engine does that waits for its loads before the forward pass; results by job id."""
+    results: dict[int, Any] = {}
+    for _ in range(200):
+        results |= {result.job_id: result for result in engine.worker.poll(wait=True).results}
+        if not engine.worker.has_flights:
+            return results
+        engine.caches = engine.worker.resume_loads(engine.caches)
+    raise AssertionError("the load never ends")
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_staged_load_is_resumed_within_its_step(lockstep) -> None:
+    engine = filled("staged")
+    if lockstep:
+        engine.in_lockstep()
+    load, save = long_load(engine, num_staging_blocks=2), engine.save([11], [19])
+    engine.begin(load)
+    results = resume_until_ended(engine)
+    assert {job_id: result.state for job_id, result in results.items()} == {load.job_id: FINISHED}
+    assert engine.worker.take_written_loads() == (load.job_id,)
+    engine.expect_loaded(load)
+    engine.end(save)  # of the same plan, which has not ended
+    engine.expect_saved(save)
+    assert engine.states() == {save.job_id: FINISHED}
+    engine.check()
+    assert engine.worker.resume_loads(engine.caches) is engine.caches, "nothing to resume"
+    assert Engine("staged", num_cpu_chunks=0).worker.resume_loads(engine.caches) is engine.caches, "nor without a tier"
+
+
+@pytest.mark.parametrize("half", ["load", "resume_load"])
+def test_a_load_that_fails_as_it_is_resumed_ends_with_the_blocks_before_it(half) -> None:
+    engine = filled("staged")
+    load = long_load(engine, num_staging_blocks=2)
+    engine.begin(load)
+    setattr(engine.loader, half, broken(RuntimeError("injected")))
+    result = resume_until_ended(engine)[load.job_id]
+    assert (result.state, result.error) == (FAILED, "RuntimeError: injected")
+    first = {"load": 2, "resume_load": 0}[half]
+    assert result.failed_blocks == (tuple(range(first, NUM_BLOCKS)) if first else ()), "none named: all of them"
+    engine.expect_loaded(copy_job(99, JobKind.LOAD, load.block_ids[:first], host_block_ids(load)[:first]))
+    engine.check()
+
+
+def test_caches_that_are_lost_as_a_load_is_resumed_end_the_step() -> None:
+    engine = filled("staged")
+    load, save = long_load(engine, num_staging_blocks=2), engine.save([11], [19])
+    plan = StepPlan(step_id=engine.step_id + 1, jobs=(load, save), next_job_id=engine.sent(load, save))
+    engine.caches = engine.worker.begin_step(plan, engine.caches)
+    jax.block_until_ready(engine.flights[0].waiting_on)
+    engine.loader.resume_load = broken(RuntimeError("injected"), takes="caches")
+    with pytest.raises(CachesLostError):
+        engine.worker.resume_loads(engine.caches)
+    engine.worker.end_step(plan, engine.caches)
+    report = engine.worker.poll(wait=True)
+    ends = {result.job_id: result.state for result in report.results}
+    assert ends.keys() == {load.job_id, save.job_id}
+    assert ends[load.job_id] is FAILED
+    assert ends[save.job_id] is CANCELLED, "the saves of the plan too: there is nothing to save"
+    assert not engine.worker.has_flights
+    assert num_staged(engine) == 0
+    assert (report.num_cache_losses, report.oldest_job_id) == (1, plan.next_job_id)

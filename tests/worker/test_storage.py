@@ -20,6 +20,7 @@ from tests.worker.engine import (
     PATHS,
     Engine,
     Poisoned,
+    Unpollable,
     forward,
     make_landings_slow,
     wait_until_rebuilt,
@@ -457,7 +458,7 @@ def test_a_promotion_makes_its_slot_readable():
     engine.check()
 
 
-@pytest.mark.parametrize("when", ["at dispatch", "on the device"])
+@pytest.mark.parametrize("when", ["at dispatch", "on the device", "as it is polled"])
 def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     engine = StorageEngine()
     engine.fill(range(2))
@@ -476,7 +477,8 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
 
         copier.write = take
     else:
-        copier.write = lambda *args: real(*args) and Poisoned()  # type: ignore[assignment]
+        token = Poisoned() if when == "on the device" else Unpollable()
+        copier.write = lambda *args: real(*args) and token  # type: ignore[assignment]
     promote = engine.promote((1, 1))
     engine.step(loads=[promote])
     results: dict[int, JobState] = {}

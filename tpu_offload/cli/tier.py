@@ -26,7 +26,7 @@ from tpu_offload.storage import (
     sample,
     tier_of,
 )
-from tpu_offload.values import one_line
+from tpu_offload.values import error_text
 
 _STORE = """STORE is the directory of a file tier, or the URL of an object or valkey tier, as in
 TPU_OFFLOAD_STORAGE_OPTIONS; with --tier, the options of that tier."""
@@ -76,7 +76,7 @@ def _opened(store: _Store) -> Iterator[StoreInspector]:
     except Exception as e:
         if registered:
             raise
-        raise InputError(f"--tier {store.tier}: {type(e).__name__}: {one_line(e)}") from e  # the user's own class
+        raise InputError(f"--tier {store.tier}: {error_text(e)}") from e  # the user's own class
 
 
 @_subcommand("ls", "List models, workers and generations, with their chunks, bytes and ages.")

@@ -43,6 +43,7 @@ _logger = logging.getLogger(__name__)
 
 DEFAULT_STAGING_BUFFER_TOKENS = 8192
 DEFAULT_NUM_CPU_CHUNKS = 1024
+DEFAULT_BREAKER_FAILURES = 5
 _GB = 2**30
 _MAX_AUTO_SWAP_BLOCKS = 2**22
 
@@ -293,12 +294,12 @@ class OffloadConfig(pydantic.BaseModel):
         "has this long for each portion.",
     )
     breaker_failures: int = Field(
-        5,
+        DEFAULT_BREAKER_FAILURES,
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
         "loads, swaps out, swaps in, cascades, promotions, deletions, lookups) are suspended; 0 never suspends them, "
-        "except deletions, which are repeated until they succeed: after 5.",
+        f"except deletions, which are repeated until they succeed: after {DEFAULT_BREAKER_FAILURES}.",
     )
     breaker_retry_s: float = Field(
         5.0,

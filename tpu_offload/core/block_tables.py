@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash
-from tpu_offload.values import as_count, one_line
+from tpu_offload.values import as_count, error_text, one_line
 
 Ids = list[int] | npt.NDArray[np.int64]
 """Block ids, not negative, in a container that the engine has no reference to."""
@@ -223,4 +223,4 @@ def _bad_ids(request_id: str, item: Any) -> RequestError:
 
 
 def _unreadable(request_id: str, what: str, error: Exception) -> RequestError:
-    return RequestError(f"the {what} of request {request_id} cannot be read: {type(error).__name__}: {one_line(error)}")
+    return RequestError(f"the {what} of request {request_id} cannot be read: {error_text(error)}")

@@ -142,15 +142,9 @@ class RequestState:
         saved = RequestState(self.request_id, account=self.account, use=self.use, namespace=self.namespace)
         saved.limits = self.limits
         saved.keys = self.keys
-        saved.last_match = self.last_match
         saved.block_table = block_table
         saved.num_offered_chunks = num_chunks
-        saved.num_gone_chunks = self.num_gone_chunks
-        saved.backoff_until_s = self.backoff_until_s
-        saved.num_checkpoint_chunks = self.num_checkpoint_chunks
-        saved.rolling = self.rolling
         saved.can_save = self.can_save
-        saved.has_kv = self.has_kv
         return saved
 
     def limit(self, limits: RequestLimits) -> None:

@@ -1,7 +1,7 @@
 """The requests that the scheduler tracks, and the namespace of their chunk keys."""
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import final
 
 from tpu_offload import hashing
@@ -68,12 +68,6 @@ class RequestTable:
 
     def __len__(self) -> int:
         return len(self._tracked)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tracked)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tracked
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._tracked[request_id]

@@ -85,17 +85,15 @@ class StagingBufferManager:
             return 0
         return balance.num_save_blocks if direction is Direction.SAVE else balance.num_load_blocks
 
-    def reserve(self, account: Hashable, num_blocks: int, direction: Direction, *, partial: bool = False) -> int:
+    def reserve(self, account: Hashable, num_blocks: int, direction: Direction) -> int:
         """Takes staging blocks.
 
         Args:
           account: their holder.
           num_blocks: the blocks wanted, at least 1.
           direction: of the job.
-          partial: take the free blocks when there are fewer.
         Returns:
-          The blocks granted: `num_blocks` if that many are free; otherwise all free ones with `partial`, and 0
-          without.
+          The blocks granted: `num_blocks` if that many are free, else 0.
         Raises:
           StagingError: `num_blocks` is under 1, or the account has a load pending and wants another.
         """
@@ -106,16 +104,13 @@ class StagingBufferManager:
                 f"account {account!r} reserves a load while its load of {self.held(account, Direction.LOAD)} "
                 "staging blocks is pending; release that one first"
             )
-        granted = num_blocks
         if num_blocks > self._num_free:
-            granted = self._num_free if partial else 0
-        if granted == 0:
             return 0
-        self._add(account, granted, direction)
+        self._add(account, num_blocks, direction)
         num_reserved = self._num_blocks - self._num_free
         if num_reserved > self._peak_num_reserved:
             self._peak_num_reserved = num_reserved
-        return granted
+        return num_blocks
 
     def release(self, account: Hashable, num_blocks: int, direction: Direction) -> None:
         """Releases staging blocks.

@@ -19,6 +19,7 @@ from tpu_offload.errors import CompileError
 from tpu_offload.kernels.formats import row_major
 from tpu_offload.kernels.programs import Program
 from tpu_offload.kernels.spec import TransferSpec
+from tpu_offload.values import error_line
 
 _logger = logging.getLogger(__name__)
 
@@ -118,9 +119,8 @@ def _compile(program: Program, spec: TransferSpec) -> tuple[Any, int]:
     try:
         compiled = program.compile()
     except Exception as e:
-        reason = f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
         raise CompileError(
-            f"the compiler refuses {program.name} for {_described(spec)}: {reason}; {_way_out(program, spec)}"
+            f"the compiler refuses {program.name} for {_described(spec)}: {error_line(e)}; {_way_out(program, spec)}"
         ) from e
     memory = None if spec.platform == "cpu" else compiled.memory_analysis()
     return compiled, 0 if memory is None else int(memory.temp_size_in_bytes)

@@ -150,4 +150,4 @@ class Copier(abc.ABC):
 
     @abc.abstractmethod
     def release(self, flight: Flight) -> None:
-        """Releases the buffers of a flight that has ended."""
+        """Takes back the buffers of a flight that was copied. Those of a failed one, maybe broken, are not reused."""

@@ -280,13 +280,12 @@ def _allocate(
         try:
             segments.append([pinned_zeros(struct) for struct in structs])
         except (MemoryError, RuntimeError) as e:  # JaxRuntimeError is a RuntimeError
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             limit.num_segments, limit.has_failed = min(limit.num_segments, i), True
             _logger.warning(
                 "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
                 i + 1,
                 num_segments,
-                reason,
+                _reason(e),
                 i,
             )
             return
@@ -299,8 +298,13 @@ def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: 
         _logger.error(
             "host pool: segment %d could not be allocated again (%s): its copies fail until the engine restarts",
             segment_id,
-            e,
+            _reason(e),
         )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; its type if it has no text, like a MemoryError."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _end(threads: list[threading.Thread], stop: threading.Event, segments: list[Segment]) -> None:

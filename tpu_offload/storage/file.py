@@ -41,7 +41,7 @@ from tpu_offload.storage.slot_files import (
     directory_nbytes,
     orders,
 )
-from tpu_offload.values import one_line
+from tpu_offload.values import error_text, one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -267,11 +267,6 @@ class FileTier(StorageTier):
 
     def _offset(self, slot: int) -> int:
         return slot % self._segment_slots * self.spec.record_nbytes
-
-
-def error_text(error: OSError) -> str:
-    """An error of the operating system, in a few words."""
-    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def slots_per_segment(record_nbytes: int) -> int:

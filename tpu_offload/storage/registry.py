@@ -7,7 +7,7 @@ from tpu_offload.config.registered_tiers import STORAGE_TIERS, tier_of_scheme
 from tpu_offload.errors import ConfigError, OffloadError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
-from tpu_offload.values import one_line
+from tpu_offload.values import error_text, one_line
 
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
@@ -29,7 +29,7 @@ def find_tier(name: str) -> type[StorageTier]:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except Exception as e:  # the user's own module may raise anything
         raise ConfigError(
-            f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
+            f"{what}: {module_name} cannot be imported ({error_text(e)}); expected a module on the "
             "PYTHONPATH, of an engine that of its workers' processes"
         ) from e
     if not (isinstance(found, type) and issubclass(found, StorageTier)):
@@ -54,7 +54,7 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
     except OffloadError:
         raise
     except Exception as e:
-        raise ConfigError(f"{what}: it cannot be made ({type(e).__name__}: {one_line(e)}) with {one_line(spec)}") from e
+        raise ConfigError(f"{what}: it cannot be made ({error_text(e)}) with {one_line(spec)}") from e
 
 
 def tier_of(options: str) -> str:

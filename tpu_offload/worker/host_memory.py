@@ -235,12 +235,3 @@ def _num_copied(token: jax.Array, moves: BlockMoves) -> tuple[int, int]:
         rank, count = shard.index[0].start or 0, int(np.asarray(shard.data)[0])
         of_rank[rank] = min(count, of_rank.get(rank, count))  # that of the device that has copied fewest
     return sum(of_rank.values()), int(np.isin(moves.ranks, list(of_rank)).sum())
-
-
-def error_line(error: BaseException) -> str:
-    """An error in one line, for a report; those of a tier or policy of the user's own may have no text."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "it cannot be printed"
-    return f"{type(error).__name__}: {text.strip()}".splitlines()[0]

@@ -13,8 +13,9 @@ import numpy as np
 
 from tpu_offload.kernels import ArenaView, BlockMoves, BySegment, Copier, Flight, Phase
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
+from tpu_offload.values import error_line
 from tpu_offload.worker.arrays import check_alive, is_ready
-from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
+from tpu_offload.worker.host_memory import HostMemory, check_copied
 from tpu_offload.worker.jobs import WorkerJobs
 
 Caches = list[jax.Array]
@@ -241,14 +242,14 @@ class PageGroupCopies:
             self._check_arrived(flight)
             self.copiers[flight.direction].resume_save(flight)
         except Exception as e:
-            self._drop(flight)
+            self.flights.remove(flight)
             self.fail(flight.moves, flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> None:
         live = [job_id for job_id in flight.moves.jobs() if not self._jobs.is_cancelled(job_id)]
         self._jobs.drop_ref(job_id for job_id in flight.moves.jobs() if job_id not in live)
         if not live:
-            self._drop(flight)
+            self.flights.remove(flight)
             return
         moves = flight.moves.take(np.isin(flight.moves.job_ids, live))
         try:
@@ -256,7 +257,7 @@ class PageGroupCopies:
             self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, moves, self._own(kv_caches)))
             self._jobs.mark_written(live)
         except Exception as e:
-            self._drop(flight)
+            self.flights.remove(flight)
             self.fail(moves, flight.segment_id, e)
             check_alive(kv_caches, e)
 
@@ -286,13 +287,14 @@ class PageGroupCopies:
 
     def end(self, flight: Flight) -> None:
         """Ends a flight whose last program is dispatched; waits for its token unless that is ready."""
-        self._drop(flight)
+        self.flights.remove(flight)
         try:
             check_copied(flight)
         except Exception as e:
             # A program that failed on the device has destroyed the donated segment.
             self.fail(flight.moves, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
+            self.copiers[flight.direction].release(flight)
             self._jobs.drop_ref(flight.moves.jobs())
 
     def fail(self, moves: BlockMoves, segment_id: int, error: Exception, *, lost: bool = False) -> None:
@@ -303,10 +305,6 @@ class PageGroupCopies:
             block_ids: Iterable[int] = moves.block_ids[moves.job_ids == job_id].tolist()
             self._jobs.drop_ref([job_id], line, failed=[(self.group_id, block_id) for block_id in block_ids])
             self._on_fail(job_id, line)
-
-    def _drop(self, flight: Flight) -> None:
-        self.flights.remove(flight)
-        self.copiers[flight.direction].release(flight)
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """The arrays whose readiness lets `collect` make progress; or all, including those that need `resume`."""

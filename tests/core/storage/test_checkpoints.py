@@ -250,6 +250,36 @@ def test_a_hole_before_a_checkpoint_makes_it_useless(num_rows):
     assert found.junction_tokens == 2 * BLOCK_SIZE, "so far storage has it"
 
 
+def test_no_piece_is_read_once_another_was_evicted_for_the_chunks_before_it():
+    """Of a window block that only the host tier has; its checkpoint goes with the chunk that is evicted."""
+    engine, other = make(num_host_chunks=9), make()  # six chunks, and the three window blocks of a checkpoint
+    serve(engine, "b", [*A[: 5 * BLOCK_SIZE], *B[5 * BLOCK_SIZE :]])
+    serve(other, "a", A)
+    storage = worker_of(engine).storages[0]
+    storage.update(worker_of(other).storages[0])
+    storage_planner(engine.scheduler).adopt(0, list(storage))
+    index, records = chunk_index(engine.scheduler), storage_planner(engine.scheduler).records
+    assert index.num_free_slots == 0
+    last = end_key(engine, A, 6)
+    shared, first, second = (piece_key(end_key(engine, A, n), group) for n, group in ((5, 0), (6, 0), (6, 1)))
+    assert index.checkpoints.has_piece(shared)
+    assert records.has([last, first, second])
+    records.forget(shared)
+    rest(engine)
+    before = engine.scheduler.stats()
+    found = match(engine, "again", A)
+    assert found.state is MatchState.ARRIVING, "all that the checkpoint needs was there"
+    assert not index.checkpoints.has_piece(shared), "the chunk before it has taken its slot"
+    found, plans = wait(engine, "again", A)
+    assert [key for plan in plans for job in plan.of(JobKind.PROMOTE) for key, _ in job.chunks] == [last]
+    assert (found.state, found.junction_tokens) == (MatchState.MISS, 6 * BLOCK_SIZE)
+    assert index.checkpoints.get(last) is None
+    after = engine.scheduler.stats()
+    assert after.num_dropped_promotions == before.num_dropped_promotions
+    assert serve(engine, "again", A) == 0
+    assert serve(engine, "and again", A) == 6 * BLOCK_SIZE
+
+
 def test_a_state_without_one_of_its_records_is_none():
     engine = away(num_rows=40)
     records = storage_planner(engine.scheduler).records

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside.scheduler import save_planner, slot_of_chunk, storage_planner
+from tests.inside.scheduler import chunk_index, save_planner, slot_of_chunk, storage_planner
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState
-from tpu_offload.types import JobKind
+from tpu_offload.types import JobKind, Pool
 
 A, B, C = prompt(1), prompt(2), prompt(3)
 
@@ -212,6 +212,22 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
     engine.apply(engine.workers[0], [])
     plan = engine.turn()
     assert {slot for _, slot in demoted(plan)} == set(victims.values()) - {lost}
+    engine.check_storage([A, B, C])
+
+
+def test_slots_whose_memory_is_given_away_before_the_plan_are_not_read():
+    """As with states: the workers change the division before they dispatch the demotions of a plan."""
+    engine = make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    before = dict(slot_of_chunk(engine.scheduler).items())
+    engine.match("a", A)
+    victims = {key: slot for key, slot in before.items() if key not in slot_of_chunk(engine.scheduler)}
+    num_left = sorted(victims.values())[1]
+    chunk_index(engine.scheduler).shrink(Pool.CHUNKS, num_left)
+    plan = engine.turn()
+    assert [slot for _, slot in demoted(plan)] == [slot for slot in victims.values() if slot < num_left]
+    assert engine.scheduler.stats().dropped_demotion_chunks == 3
     engine.check_storage([A, B, C])
 
 

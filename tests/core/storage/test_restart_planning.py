@@ -169,3 +169,17 @@ def test_a_listing_from_before_a_reset_is_ignored():
     assert not planner(engine).records.to_delete, "the clear deletes it"
     engine.rest()
     assert not engine.workers[0].storage
+
+
+def test_nothing_is_deleted_in_a_tier_that_another_worker_shares():
+    """The workers disagree, as those of different versions of a tier of one's own may."""
+    engine = StorageEngine(num_workers=2)
+    keys = store(engine, A)
+    records = planner(engine).records
+    planner(engine).adopt(0, (), is_shared=True)
+    adopt(engine, [OTHER, *keys], keys)
+    assert set(planner(engine).stored_keys()) == set(keys)
+    assert not records.to_delete
+    planner(engine).adopt(1, keys[1:])
+    assert not records.to_delete
+    assert not [job for plan in engine.rest() for job in plan.of(JobKind.DELETE)]

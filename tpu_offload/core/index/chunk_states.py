@@ -120,6 +120,8 @@ class ChunkStates:
     def clear(self) -> set[int]:
         """All READY chunks are invalidated at once. O(chunks that pins cover or that are not READY).
 
+        INVALID chunks that await `take_uncovered` still do, and no others: what becomes INVALID here is pinned.
+
         Returns:
           Slots of the chunks that stay: those that are PENDING, and those that are INVALID until unpinned.
         """
@@ -127,8 +129,6 @@ class ChunkStates:
         kept = self.covered() | self.unready
         self.invalid = {self._tree.keys[slot] for slot in kept - pending}
         self.unready = kept
-        if self._uncovered:
-            self._uncovered = None
         return set(kept)
 
     def check_invariants(self) -> None:

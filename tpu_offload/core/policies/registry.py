@@ -12,7 +12,7 @@ from tpu_offload.core.policies.lru import LRUPolicy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
 from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 from tpu_offload.errors import ConfigError
-from tpu_offload.values import one_line
+from tpu_offload.values import error_text, one_line
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     EvictionPolicyName.DENSITY.value: DensityPolicy,
@@ -48,7 +48,7 @@ def find_policy(
         module = importlib.import_module(module_name)
     except Exception as e:  # a module that is not ours may raise anything
         raise ConfigError(
-            f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
+            f"{what}: {module_name} cannot be imported ({error_text(e)}); expected a module on the "
             "PYTHONPATH of the engine's process"
         ) from e
     found = getattr(module, class_name, None)
@@ -78,7 +78,7 @@ def check_maker(make: Callable[[], object], *, what: str) -> None:
             raise TypeError(f"Can't instantiate abstract class {type(made).__name__} without {', '.join(missing)}")
     except Exception as e:
         raise ConfigError(
-            f"{what}: it cannot be constructed without arguments ({type(e).__name__}: {one_line(e)}); expected a class "
+            f"{what}: it cannot be constructed without arguments ({error_text(e)}); expected a class "
             "whose constructor needs none and which implements all abstract methods"
         ) from e
     if not isinstance(made, EvictionPolicy):

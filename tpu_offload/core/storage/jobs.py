@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.config import StorageTierConfig
+from tpu_offload.config import DEFAULT_BREAKER_FAILURES, StorageTierConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.holdings import Holdings
@@ -15,7 +15,6 @@ from tpu_offload.types import STORAGE_WRITES, ChunkKey, JobKind
 WRITES = (*STORAGE_WRITES, JobKind.DEMOTE)
 STORAGE_JOBS = (JobKind.LOOKUP, JobKind.PROMOTE, *WRITES)
 ACCOUNT = "storage"  # for the circuit breakers
-_MAX_REPEATED = 5  # failures in a row of jobs that are repeated until they succeed, if the setting has no limit
 
 
 @final
@@ -38,11 +37,11 @@ class TierJobs:
         self.breakers: list[CircuitBreaker] = []
 
     def make_breaker(self, what: str, *, repeated: bool = False) -> CircuitBreaker:
-        """A circuit breaker for one kind of its jobs. Those `repeated` until they succeed have a limit in any case."""
+        """A circuit breaker for one kind of its jobs; those `repeated` until they succeed have the default at least."""
         config = self._config
         breaker = CircuitBreaker(
             f"{what} {self._label}",
-            num_failures=config.breaker_failures or (_MAX_REPEATED if repeated else 0),
+            num_failures=config.breaker_failures or (DEFAULT_BREAKER_FAILURES if repeated else 0),
             retry_s=config.breaker_retry_s,
             clock=self._clock,
         )

@@ -188,7 +188,8 @@ class StorageWrites:
         if self._must_clear:
             self._counts.dropped_demotion_chunks += len(self._victims)
             self._victims = {}  # their slots are written from this step on
-            self._plan_clear(now_s)
+            if self.has_plans:
+                self._plan_clear(now_s)
             return
         is_wanted = bool(self._candidates or self._checkpoints or self._victims)
         if not (is_wanted or records.to_delete):
@@ -208,10 +209,9 @@ class StorageWrites:
 
     def _plan_clear(self, now_s: float) -> None:
         """Nothing else is planned before it has succeeded."""
-        if not self._is_clearing and self._deletions.admits(ACCOUNT):
-            self._is_clearing = True
-            timeouts = self._num_clear_timeouts
-            self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s, num_timeouts=timeouts)
+        self._is_clearing = True
+        timeouts = self._num_clear_timeouts
+        self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s, num_timeouts=timeouts)
 
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
@@ -243,11 +243,10 @@ class StorageWrites:
         while self._candidates and not batch.is_full:
             key, _ = self._candidates.popitem(last=False)
             found = self._index.find((key,))
-            if not found:
+            if found:  # one record, which no job writes: it fits
+                batch.add(key, found[0])
+            else:
                 self._counts.dropped_cascade_chunks += 1
-            elif not batch.add(key, found[0]):
-                self._candidates[key] = None
-                break
 
     def _add_checkpoints(self, batch: "_Batch") -> None:
         while self._checkpoints and not batch.is_full:
@@ -283,7 +282,7 @@ class StorageWrites:
     def _room_to_write(self) -> int:
         """Records that may be written now; one slot's while a probe decides whether writes are resumed."""
         room = self._records.room_to_write
-        return room if self._writes.closed else min(room, max(1, self._records.max_per_slot))
+        return room if self._writes.closed else min(room, self._records.max_per_slot)
 
     def _evict(self) -> None:
         """Evicts least recently used records if the tier will have too little room for what is to be written.
@@ -389,9 +388,10 @@ class StorageWrites:
         self._victims = {key: slot for key, slot in self._victims.items() if not first <= slot < end}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless the tables are bounded. For tests."""
+        """Raises AssertionError unless the tables are bounded, and hold no chunk that is being written. For tests."""
         assert max(len(self._candidates), len(self._checkpoints)) <= _MAX_CANDIDATES
         assert len(self._finished) <= _MAX_FINISHED
+        assert self._records.writing.isdisjoint(self._candidates), "a chunk would be written while it is being written"
 
 
 @final

@@ -24,8 +24,8 @@ from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
+from tpu_offload.values import error_line
 from tpu_offload.worker.arrays import is_ready
-from tpu_offload.worker.host_memory import error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
 from tpu_offload.worker.storage.record_io import StorageItem, StorageRecords

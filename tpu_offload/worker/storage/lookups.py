@@ -11,7 +11,7 @@ from typing import Any, final
 
 from tpu_offload.storage import StorageTier
 from tpu_offload.types import ChunkKey, CopyJob
-from tpu_offload.worker.host_memory import error_line
+from tpu_offload.values import error_line
 from tpu_offload.worker.jobs import WorkerJobs
 
 _MAX_CALLS = 16  # jobs in flight; the scheduler plans fewer, but no longer counts those that it has given up

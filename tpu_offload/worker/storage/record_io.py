@@ -16,7 +16,7 @@ import numpy as np
 from tpu_offload.storage import RecordFormat, StorageTier
 from tpu_offload.storage.format import PAGE_NBYTES
 from tpu_offload.types import ChunkKey
-from tpu_offload.worker.host_memory import error_line
+from tpu_offload.values import error_line
 from tpu_offload.worker.storage.slots import Bytes, Payload, SlotPool
 
 # Buffers for writes stay, and begin at a huge page: numpy asks for such pages, and the kernel hands each to the disk in

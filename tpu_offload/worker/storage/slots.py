@@ -15,7 +15,8 @@ from tpu_offload.errors import TransferError
 from tpu_offload.kernels import SlotCopier
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
-from tpu_offload.worker.host_memory import HostMemory, error_line
+from tpu_offload.values import error_line
+from tpu_offload.worker.host_memory import HostMemory
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Payload = list[list[jax.Array]]

@@ -26,7 +26,8 @@ from tpu_offload.memory import pinned_zeros
 from tpu_offload.storage import RecordFormat, StorageSpec, find_tier, make_tier
 from tpu_offload.storage.format import FINGERPRINT_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, JobKind, Pool
-from tpu_offload.worker.host_memory import HostMemory, error_line
+from tpu_offload.values import error_line
+from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.io import StorageCopies
 from tpu_offload.worker.storage.record_io import record_payload_nbytes
