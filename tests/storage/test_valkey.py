@@ -450,6 +450,21 @@ def test_a_server_that_is_not_there_yet(server, caplog):
         assert read(tier, key_of(1)) == payload(1)
 
 
+def test_a_server_that_still_loads_its_data_is_used_once_it_has(tmp_path, caplog, always_ask):
+    slow = ("--key-load-delay", "50000", "--loading-process-events-interval-bytes", "1024", "--dir", str(tmp_path))
+    with servers.running(servers.valkey(*slow)) as server:
+        with opened(server) as tier:
+            fill(tier, 400)
+        servers.ask(server.port, "SAVE")
+        server.kill()
+        server.start()
+        with opened(server) as tier:
+            (warning,) = caplog.messages
+            assert "does not answer" in warning
+            servers.ask(server.port, "CONFIG", "SET", "key-load-delay", "0")
+            assert read_soon(tier, key_of(399)) == payload(399)
+
+
 def refused(options, caplog):
     with pytest.raises(ConfigError) as caught:
         ValkeyTier(dataclasses.replace(SPEC, options=options))

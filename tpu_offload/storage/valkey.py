@@ -67,9 +67,10 @@ PREFIX = "tpu_offload:"
 _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
-# Signs in an error of the library, which has no types for them, that the server may answer later.
-_UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
-_UNABLE = ("OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "READONLY", "max number of clients")  # it has answered
+# Signs in an error of the library, which has no types for them, that the server may answer later. For some codes of the
+# server it has names of its own: LOADING, CLUSTERDOWN, MASTERDOWN, READONLY.
+_UNREACHABLE = ("timed out", "onnection refused", "os error 11", "BusyLoading", "BUSY", "ClusterDown", "topology")
+_UNABLE = ("OOM", "MISCONF", "MasterDown", "NOREPLICAS", "ReadOnly", "max number of clients")  # it has answered
 
 
 @final
