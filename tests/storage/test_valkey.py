@@ -502,6 +502,13 @@ def test_passwords(tmp_path, caplog):
     assert "SECRET" not in caplog.text
 
 
+def test_a_password_that_the_server_does_not_need(server, tmp_path):
+    (tmp_path / "password").write_text("SECRET\n")
+    with opened(server, f"&password_file={tmp_path}/password") as tier:
+        write(tier, key_of(1), 1)
+        assert read(tier, key_of(1)) == payload(1)
+
+
 def test_a_server_without_tls(server, caplog):
     tier = ValkeyTier(dataclasses.replace(SPEC, options=url(server, scheme="valkeys")))
     (warning,) = caplog.messages
