@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import itertools
 import logging
+import re
 import threading
 import time
 from typing import Any
@@ -29,6 +30,7 @@ from tests.storage.conformance import (
     sealed,
     write,
 )
+from tests.storage.fake_valkey import FakeServer
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import valkey
 from tpu_offload.storage.valkey import ValkeyTier
@@ -257,6 +259,22 @@ def test_a_cluster(num_nodes):
             with contextlib.closing(make(SPEC)) as tier:
                 assert not isinstance(record_connections(tier), RecordConnections), "keys are on several nodes"
                 tier.clear()
+
+
+def test_a_cluster_that_the_options_do_not_name(caplog):
+    """The markers and records of one node alone could still be found there."""
+    with servers.cluster(2) as ports:
+        for port in ports:
+            options = f"valkey://127.0.0.1:{port}"
+            assert refused(options, caplog).endswith("is a node of a cluster; add cluster=true to the options")
+            with pytest.raises(ConfigError, match="is a node of a cluster"):
+                ValkeyTier.open_inspector(options)
+
+
+def test_a_server_that_is_no_cluster(server, caplog):
+    with opened(server, "&cluster=true"):
+        (warning,) = caplog.messages
+        assert "is it a cluster?" in warning
 
 
 def test_a_value_of_another_size_cannot_be_read(server):
@@ -507,6 +525,36 @@ def test_a_password_that_the_server_does_not_need(server, tmp_path):
     with opened(server, f"&password_file={tmp_path}/password") as tier:
         write(tier, key_of(1), 1)
         assert read(tier, key_of(1)) == payload(1)
+
+
+def says(text):
+    def script(peer):
+        peer.receive()
+        peer.socket.sendall(text)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"-DENIED Valkey is running in protected mode\r\n", "DENIED"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the server answers HTTP/1.1 400 Bad Request"),
+    ],
+)
+def test_what_a_server_says_before_it_ends_the_connection(text, shown, caplog):
+    with contextlib.closing(FakeServer(says(text))) as server:
+        assert shown in refused(url(server), caplog)
+        with pytest.raises(OSError, match=re.escape(shown)):
+            list(ValkeyTier.open_inspector(url(server)).scan())
+
+
+def test_a_server_that_ends_connections_at_once(caplog):
+    """As a proxy does in front of a server that is not there, and one with TLS."""
+    with contextlib.closing(FakeServer(says(b""))) as server, opened(server):
+        (warning,) = caplog.messages
+        assert "the server closed the connection" in warning
+        assert warning.endswith("it is used once it answers; does it expect TLS?")
 
 
 def test_a_server_without_tls(server, caplog):
