@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -146,7 +145,8 @@ def _without_its_own_lines() -> Iterator[None]:
     except OSError:  # it is closed
         yield
         return
-    with open(stderr, "wb", 0) as original, tempfile.TemporaryFile(buffering=0) as kept:
+    # In memory: where nothing can be written, as in a container with a read-only root, there is no temporary file.
+    with open(stderr, "wb", 0) as original, open(os.memfd_create("stderr"), "w+b", 0) as kept:
         os.dup2(kept.fileno(), 2)
         try:
             yield
