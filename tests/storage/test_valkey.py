@@ -549,11 +549,19 @@ def test_what_a_server_says_before_it_ends_the_connection(text, shown, caplog):
             list(ValkeyTier.open_inspector(url(server)).scan())
 
 
-def test_a_server_that_ends_connections_at_once(caplog):
+def resets(peer):
+    peer.receive()
+    peer.reset()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [(says(b""), "the server closed the connection"), (resets, "reset by peer")]
+)
+def test_a_server_that_ends_connections_at_once(script, said, caplog):
     """As a proxy does in front of a server that is not there, and one with TLS."""
-    with contextlib.closing(FakeServer(says(b""))) as server, opened(server):
+    with contextlib.closing(FakeServer(script)) as server, opened(server):
         (warning,) = caplog.messages
-        assert "the server closed the connection" in warning
+        assert said in warning
         assert warning.endswith("it is used once it answers; does it expect TLS?")
 
 

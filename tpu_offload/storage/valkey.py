@@ -70,8 +70,9 @@ BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
 # Signs in an error of the library, which has no types for them, that the server may answer later. For some codes of the
 # server it has names of its own: LOADING, CLUSTERDOWN, MASTERDOWN, READONLY.
+_ENDED = ("closed the connection", "onnection reset")
 _UNREACHABLE = (
-    *("timed out", "onnection refused", "os error 11", "closed the connection"),
+    *("timed out", "onnection refused", "os error 11", *_ENDED),
     *("BusyLoading", "BUSY", "ClusterDown", "topology"),
 )
 _UNABLE = ("OOM", "MISCONF", "MasterDown", "NOREPLICAS", "ReadOnly", "max number of clients")  # it has answered
@@ -139,7 +140,8 @@ class ValkeyTier(StorageTier):
             return
         if not any(sign in str(error) for sign in _UNREACHABLE):
             raise ConfigError(f"{SETTING}: {self._where} cannot be used: {reason(error)}") from None
-        hint = "have" if self._server.use_tls else "expect" if "closed the connection" in str(error) else ""
+        has_ended = any(sign in str(error) for sign in _ENDED)
+        hint = "have" if self._server.use_tls else "expect" if has_ended else ""
         _logger.warning(
             "storage tier: %s does not answer (%s); it is used once it answers%s",
             self._where,
@@ -374,7 +376,8 @@ def check_kind(client: Client, where: str) -> None:
 
 def explained(error: BaseException, server: ServerOptions) -> BaseException:
     """What the server says before it ends a connection, which valkey-glide does not tell; else the error as it is."""
-    if "unexpectedly terminated" not in str(error) or server.use_tls or server.is_cluster:
+    has_ended = any(sign in str(error) for sign in ("unexpectedly terminated", *_ENDED))
+    if not has_ended or server.use_tls or server.is_cluster:
         return error
     with contextlib.closing(RecordConnections(server)) as connections:
         try:
