@@ -282,6 +282,7 @@ def test_options(tmp_path):
     ("text", "message"),
     [
         ("", "names no directory; expected a directory, then"),
+        ("~no-such-user/kv,direct=off", "there is no home directory for ~; expected the path from / on"),
         (",direct=off", "names no directory"),
         ("/x,direct=maybe", "has 'direct=maybe'; expected a directory, then name=value"),
         ("/x,min_free_gb=-1", "has 'min_free_gb=-1'"),
