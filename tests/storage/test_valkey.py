@@ -7,6 +7,7 @@ import ipaddress
 import itertools
 import logging
 import re
+import socket
 import threading
 import time
 from typing import Any
@@ -563,6 +564,20 @@ def test_a_server_that_ends_connections_at_once(script, said, caplog):
         (warning,) = caplog.messages
         assert said in warning
         assert warning.endswith("it is used once it answers; does it expect TLS?")
+
+
+def test_a_server_that_has_too_many_clients_is_used_once_it_has_not(caplog):
+    with servers.running(servers.valkey("--maxclients", "2")) as server, contextlib.ExitStack() as held:
+        for _ in range(2):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(b"PING\r\n")
+            assert client.recv(100) == b"+PONG\r\n"
+        with opened(server) as tier:
+            (warning,) = caplog.messages
+            assert "it is used once it" in warning
+            held.close()
+            with pytest.raises(KeyError):
+                read_soon(tier, key_of(1))
 
 
 def test_a_server_without_tls(server, caplog):
