@@ -369,6 +369,30 @@ def test_loads_of_data_parallel_ranks_are_asynchronous():
     assert not read_config(config(sharding_config=Sharding()), kv_cache_config(8)).sync_load
 
 
+@pytest.mark.parametrize(
+    ("tier", "options", "expected"),
+    [
+        ("file", "/mnt/kv", "/mnt/kv/engine-1"),
+        ("file", " /mnt/kv/ ,min_free_gb=2,direct=off", "/mnt/kv/engine-1,min_free_gb=2,direct=off"),
+        ("object", "s3://bucket", "s3://bucket/engine-1"),
+        ("object", "s3://bucket/a/?region=x&timeout_s=5", "s3://bucket/a/engine-1?region=x&timeout_s=5"),
+        ("object", "file:///mnt/kv", "file:///mnt/kv/engine-1"),
+        ("object", "memory://", "memory://"),
+        ("valkey", "valkey://host:1/2", "valkey://host:1/2"),
+        ("module:Class", "/mnt/kv", "/mnt/kv"),
+    ],
+)
+def test_private_storage_of_engines_side_by_side(tier, options, expected):
+    """`--data-parallel-size 2` has the same settings for both, whose directories and prefixes are for one engine."""
+    storage = {"storage_tier": f"{tier};valkey", "storage_options": f"{options};valkey://x", "storage_gb": "1;1"}
+    for number, wanted in ((0, options.strip()), (1, expected)):
+        vllm_config = config(
+            parallel={"data_parallel_index": number}, transfer={"kv_connector_extra_config": {"host_gb": 1, **storage}}
+        )
+        read = read_config(vllm_config, kv_cache_config(8))
+        assert [tier.options for tier in read.storage_tiers] == [wanted, "valkey://x"]
+
+
 def test_hosts_are_counted_under_ray_only(monkeypatch):
     from tpu_inference import envs
 

@@ -33,6 +33,18 @@ def test_file_that_cannot_be_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_standard_output_is_a_file(tmp_path):
+    """Also a pipe, whose link leads to no name."""
+    (tmp_path / "out").symlink_to("/dev/stdout")
+    code = "import sys; from pathlib import Path; from tpu_offload.cli import files; "
+    code += "files.write_json(files.output_file(sys.argv[1]), {})"
+    for name in ("/dev/stdout", str(tmp_path / "out")):
+        assert (
+            subprocess.run([sys.executable, "-c", code, name], capture_output=True, cwd=ROOT, check=True).stdout
+            == b"{}\n"
+        )
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
 def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path, encoding):
     """A setting in another alphabet, or with bytes that are no UTF-8, ended the doctor with a traceback."""

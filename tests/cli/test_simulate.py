@@ -191,6 +191,13 @@ def test_sizes_and_admission_of_storage(tmp_path, trace_path, capsys):
     assert "lru + 20" in out
 
 
+def test_a_name_that_is_no_text(tmp_path, trace_path):
+    path = trace_path.rename(tmp_path / os.fsdecode(b"\xff.jsonl"))
+    page = tmp_path / "page.html"
+    assert report_of(tmp_path, path, "--policies", "lru", "--sizes", "0.5", "--html", str(page))
+    assert b"\\udcff.jsonl" in page.read_bytes()
+
+
 def test_a_stack(tmp_path, trace_path, capsys):
     flags: tuple[str, ...] = ("--policies", "lru", "belady", "--sizes", "0.1", *MODEL)
     flags += ("--storage", "30;0.9", "50;90 ;1GB", "--storage-admission", "all")

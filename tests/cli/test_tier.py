@@ -164,6 +164,26 @@ def test_clear_without_input_is_refused(kv, error_of, monkeypatch):
     assert list(kv.rglob("*.kv"))
 
 
+@pytest.mark.parametrize(
+    ("redirect", "status", "says"), [("<&-", 2, "give --yes"), ("<answer", 1, "Nothing was deleted")]
+)
+def test_clear_with_an_input_that_is_closed_or_no_text(kv, redirect, status, says):
+    """As the process has it."""
+    (kv.parent / "answer").write_bytes(b"\xff\n")
+    command = f'exec "$0" -m tpu_offload.cli.main tier clear "$1" {redirect}'
+    process = subprocess.run(
+        ["sh", "-c", command, sys.executable, str(kv)],
+        capture_output=True,
+        text=True,
+        cwd=kv.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"},
+        check=False,
+    )
+    assert (process.returncode, "Traceback" in process.stderr) == (status, False), process.stderr
+    assert says in process.stdout + process.stderr
+    assert list(kv.rglob("*.kv"))
+
+
 def test_beside_a_running_engine(kv, tier, error_of):
     engine = open_tier(str(kv), worker_id=1)
     put(engine, short_key(9), 9)

@@ -237,9 +237,16 @@ class Dead(MemoryTier):
         raise ConnectionRefusedError(111, "Connection refused")
 
 
+class Refusing(MemoryTier):
+    def write(self, key, record):
+        part = record[4096:]  # a view, which the traceback has
+        raise OSError(f"the server refuses {len(part)} bytes")
+
+
 @pytest.mark.parametrize(
     ("tier", "level", "text"),
     [
+        (Refusing, Level.ERROR, "it fails: OSError: the server refuses"),
         (Lying, Level.ERROR, "8 of 8 records came back with other bytes"),
         (Frozen, Level.ERROR, "no answer within 1 s"),
         (Dead, Level.ERROR, "it fails: ConnectionRefusedError: Connection refused"),

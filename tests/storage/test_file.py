@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.storage import kill_child
 from tests.storage.conformance import (
@@ -152,6 +153,30 @@ def test_another_model_takes_the_same_space(tmp_path):
     tier.close()
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_an_index_that_cannot_be_read_is_told(tmp_path, caplog, is_damaged):
+    """One that is damaged, and one of the next version of the format, whose checksum is right."""
+    path = filled(tmp_path) / "directory.bin"
+    data = bytearray(path.read_bytes())
+    data[8] += 1  # the version
+    if not is_damaged:
+        data[4088:4096] = xxhash.xxh3_64_digest(data[:4088])
+    path.write_bytes(data)
+    caplog.clear()
+    tier, keys = opened(tmp_path)
+    (warning,) = caplog.messages
+    assert "its index is damaged or of another version of the format; the records are discarded" in warning
+    assert not keys
+    assert is_missing(tier, key_of(0))
+    write(tier, key_of(0), 5)
+    assert read(tier, key_of(0)) == payload(5)
+    tier.close()
+    caplog.clear()
+    tier, keys = opened(tmp_path)
+    assert (keys, caplog.messages) == ([key_of(0)], [])
+    tier.close()
+
+
 def test_workers_have_directories_of_their_own(tmp_path):
     tiers = [opened(tmp_path, worker_id=i)[0] for i in range(3)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["worker-0", "worker-1", "worker-2"]
@@ -257,6 +282,7 @@ def test_options(tmp_path):
     ("text", "message"),
     [
         ("", "names no directory; expected a directory, then"),
+        ("~no-such-user/kv,direct=off", "there is no home directory for ~; expected the path from / on"),
         (",direct=off", "names no directory"),
         ("/x,direct=maybe", "has 'direct=maybe'; expected a directory, then name=value"),
         ("/x,min_free_gb=-1", "has 'min_free_gb=-1'"),

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.storage.stores import (
     fill,
     finds_nothing,
     holdings,
+    num_current,
     open_tier,
     put,
     short_key,
@@ -227,6 +229,16 @@ def test_a_clear_beside_an_engine_that_shares_a_server(valkey_server, monkeypatc
     put(engine, short_key(2), 2)
     assert read(engine, short_key(2)) == payload(2), "it goes on in the new generation"
     engine.close()
+
+
+def test_a_server_where_no_file_can_be_written(monkeypatch):
+    """As in a container with a read-only root."""
+    with servers.running(servers.valkey()) as server:
+        url = f"valkey://127.0.0.1:{server.port}"
+        fill(url, 3)
+        monkeypatch.setattr(tempfile, "tempdir", "/no/such/directory")
+        with contextlib.closing(open_inspector(url)) as inspector:
+            assert num_current(inspector) == 3
 
 
 def test_a_cluster(tmp_path):

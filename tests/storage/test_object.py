@@ -115,11 +115,13 @@ def test_what_others_put_there_is_deleted_or_left(store_url):
         assert names(tier) == sorted([*mine, "another/file"])
 
 
-def test_a_marker_that_makes_no_sense_begins_anew(store_url):
+def test_a_marker_that_makes_no_sense_begins_anew(store_url, caplog):
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
         obstore.put(store_of(tier), marker_of(tier), b"../../etc/passwd")
     with opened(store_url) as tier:
+        (warning,) = caplog.messages
+        assert f"{marker_of(tier)} is damaged or of another version of the format" in warning
         assert not tier.stored_keys()
         wait_until_swept()
         assert names(tier) == [marker_of(tier)]

@@ -6,6 +6,8 @@ import datetime
 import ipaddress
 import itertools
 import logging
+import re
+import socket
 import threading
 import time
 from typing import Any
@@ -29,6 +31,7 @@ from tests.storage.conformance import (
     sealed,
     write,
 )
+from tests.storage.fake_valkey import FakeServer
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import valkey
 from tpu_offload.storage.valkey import ValkeyTier
@@ -259,6 +262,22 @@ def test_a_cluster(num_nodes):
                 tier.clear()
 
 
+def test_a_cluster_that_the_options_do_not_name(caplog):
+    """The markers and records of one node alone could still be found there."""
+    with servers.cluster(2) as ports:
+        for port in ports:
+            options = f"valkey://127.0.0.1:{port}"
+            assert refused(options, caplog).endswith("is a node of a cluster; add cluster=true to the options")
+            with pytest.raises(ConfigError, match="is a node of a cluster"):
+                ValkeyTier.open_inspector(options)
+
+
+def test_a_server_that_is_no_cluster(server, caplog):
+    with opened(server, "&cluster=true"):
+        (warning,) = caplog.messages
+        assert "is it a cluster?" in warning
+
+
 def test_a_value_of_another_size_cannot_be_read(server):
     with opened(server) as tier:
         for text in (b"short", bytes(FORMAT.record_nbytes + 1)):
@@ -450,6 +469,21 @@ def test_a_server_that_is_not_there_yet(server, caplog):
         assert read(tier, key_of(1)) == payload(1)
 
 
+def test_a_server_that_still_loads_its_data_is_used_once_it_has(tmp_path, caplog, always_ask):
+    slow = ("--key-load-delay", "50000", "--loading-process-events-interval-bytes", "1024", "--dir", str(tmp_path))
+    with servers.running(servers.valkey(*slow)) as server:
+        with opened(server) as tier:
+            fill(tier, 400)
+        servers.ask(server.port, "SAVE")
+        server.kill()
+        server.start()
+        with opened(server) as tier:
+            (warning,) = caplog.messages
+            assert "does not answer" in warning
+            servers.ask(server.port, "CONFIG", "SET", "key-load-delay", "0")
+            assert read_soon(tier, key_of(399)) == payload(399)
+
+
 def refused(options, caplog):
     with pytest.raises(ConfigError) as caught:
         ValkeyTier(dataclasses.replace(SPEC, options=options))
@@ -485,6 +519,65 @@ def test_passwords(tmp_path, caplog):
             line = refused(url(server, f"&user=no-{command}&password_file={tmp_path}/right"), caplog)
             assert f"no permissions to run the '{command}' command" in line
     assert "SECRET" not in caplog.text
+
+
+def test_a_password_that_the_server_does_not_need(server, tmp_path):
+    (tmp_path / "password").write_text("SECRET\n")
+    with opened(server, f"&password_file={tmp_path}/password") as tier:
+        write(tier, key_of(1), 1)
+        assert read(tier, key_of(1)) == payload(1)
+
+
+def says(text):
+    def script(peer):
+        peer.receive()
+        peer.socket.sendall(text)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"-DENIED Valkey is running in protected mode\r\n", "DENIED"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the server answers HTTP/1.1 400 Bad Request"),
+    ],
+)
+def test_what_a_server_says_before_it_ends_the_connection(text, shown, caplog):
+    with contextlib.closing(FakeServer(says(text))) as server:
+        assert shown in refused(url(server), caplog)
+        with pytest.raises(OSError, match=re.escape(shown)):
+            list(ValkeyTier.open_inspector(url(server)).scan())
+
+
+def resets(peer):
+    peer.receive()
+    peer.reset()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [(says(b""), "the server closed the connection"), (resets, "reset by peer")]
+)
+def test_a_server_that_ends_connections_at_once(script, said, caplog):
+    """As a proxy does in front of a server that is not there, and one with TLS."""
+    with contextlib.closing(FakeServer(script)) as server, opened(server):
+        (warning,) = caplog.messages
+        assert said in warning
+        assert warning.endswith("it is used once it answers; does it expect TLS?")
+
+
+def test_a_server_that_has_too_many_clients_is_used_once_it_has_not(caplog):
+    with servers.running(servers.valkey("--maxclients", "2")) as server, contextlib.ExitStack() as held:
+        for _ in range(2):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(b"PING\r\n")
+            assert client.recv(100) == b"+PONG\r\n"
+        with opened(server) as tier:
+            (warning,) = caplog.messages
+            assert "it is used once it" in warning
+            held.close()
+            with pytest.raises(KeyError):
+                read_soon(tier, key_of(1))
 
 
 def test_a_server_without_tls(server, caplog):
@@ -565,9 +658,12 @@ def test_tls(server, tmp_path, caplog):
         ("valkey://host:1?cluster=maybe", "cluster='maybe'; expected true or false"),
         ("valkey://host:1?timeout_s", "is not a URL with options"),
         ("valkey://host:1/a", "expected the number of a database"),
+        ("valkey://host:1/9999999999", "expected the number of a database"),
         ("valkey://host:1/1?cluster=1", "none for a cluster"),
         ("valkey://host:1?user=bob", "without password_file"),
         ("valkey://host:1?password_file=/no/such/file", "a file that can be read"),
+        ("valkey://host:1?password_file=/dev/null", "password_file is empty"),
+        ("valkey://host:1?user=bob&password_file=/dev/null", "password_file is empty"),
         ("valkey://host:1?ca_file=/dev/null", "can"),
         ("valkey://no-such-host.invalid:1", "failed to lookup address"),
     ],

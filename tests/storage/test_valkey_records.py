@@ -387,7 +387,7 @@ def test_login():
         ]
     with connected(answers(OK, value(DATA)), password="p") as (server, reader):
         assert read(reader) == DATA
-        assert server.peers[0].commands == [[b"AUTH", b"p"], [b"GET", b"key"]]
+        assert server.peers[0].commands == [[b"AUTH", b"default", b"p"], [b"GET", b"key"]]
 
 
 @pytest.mark.parametrize(

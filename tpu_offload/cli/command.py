@@ -40,11 +40,13 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
       What `command` returned, 2 for invalid input, 130 on an interrupt, 141 on a closed pipe.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller (`>&-`)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the life of the process)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names that its encoding lacks are escaped, as on stderr
-        sys.stdout.reconfigure(errors="backslashreplace")
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for the life of the process)
+    # Names that its encoding lacks are escaped, as on stderr; and so are bytes of an answer that are no text.
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format=f"{prog}: %(levelname)s: %(message)s")
     try:
         with command.make_context(prog, list(given), obj=given, **_CONTEXT) as context:

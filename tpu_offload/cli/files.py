@@ -65,11 +65,11 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
       InputError: it cannot be written.
     """
-    path = path.resolve()
     try:
-        if path.exists() and not path.is_file():  # a pipe or a terminal
+        if path.exists() and not path.is_file():  # a pipe or a terminal, which may have no other name (/dev/stdout)
             path.write_bytes(content)
             return
+        path = path.resolve()
         # In the same directory, so that the rename stays within one file system.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:

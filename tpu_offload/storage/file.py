@@ -93,7 +93,10 @@ class FileOptions:
             raise ConfigError(f"{_setting(text)} names no directory; expected {_OPTIONS}")
         if "\0" in directory:  # from JSON; the system's functions raise ValueError
             raise ConfigError(f"{_setting(one_line(text))} has a null character; expected {_OPTIONS}")
-        return cls(directory=os.path.abspath(os.path.expanduser(directory.strip())), **values)
+        directory = os.path.expanduser(directory.strip())
+        if directory.startswith("~"):  # else it would be one of that name, in whatever the working directory is
+            raise ConfigError(f"{_setting(text)}: there is no home directory for ~; expected the path from / on")
+        return cls(directory=os.path.abspath(directory), **values)
 
 
 @final

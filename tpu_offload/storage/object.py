@@ -117,7 +117,14 @@ class ObjectTier(StorageTier):
             if "NoSuchBucket" in str(e):
                 raise
             return None
-        return found if GENERATION.fullmatch(found) else None
+        if GENERATION.fullmatch(found):
+            return found
+        _logger.warning(
+            "storage tier: %s: %s is damaged or of another version of the format; the records of before are discarded",
+            where(self._store),
+            self._marker,
+        )
+        return None
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""

@@ -94,9 +94,16 @@ class SlotDirectory:
 
     def _read_header(self) -> int:
         """The generation; 0 if the directory is new, damaged or not of this spec."""
-        header = DirectoryHeader.parse(os.pread(self._file.fd, PAGE_NBYTES, 0))
+        page = os.pread(self._file.fd, PAGE_NBYTES, 0)
+        header = DirectoryHeader.parse(page)
         spec = self._spec
         if header is None:
+            if any(page):
+                _logger.warning(
+                    "storage directory %s: its index is damaged or of another version of the format; the records are "
+                    "discarded",
+                    self._directory,
+                )
             return 0
         found = header.worker_id, header.record_nbytes, header.fingerprint
         if found != (spec.worker_id, spec.record_nbytes, spec.fingerprint):

@@ -18,6 +18,7 @@ returns; neither holds the interpreter's lock. Lookups, deletions and the genera
 record: they have another connection, which is always one of valkey-glide.
 """
 
+import contextlib
 import itertools
 import logging
 import math
@@ -67,9 +68,14 @@ PREFIX = "tpu_offload:"
 _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
-# Signs in an error of the library, which has no types for them, that the server may answer later.
-_UNREACHABLE = ("timed out", "onnection refused", "os error 11", "LOADING", "BUSY", "CLUSTERDOWN", "topology")
-_UNABLE = ("OOM", "MISCONF", "MASTERDOWN", "NOREPLICAS", "READONLY", "max number of clients")  # it has answered
+# Signs in an error of the library, which has no types for them, that the server may answer later. For some codes of the
+# server it has names of its own: LOADING, CLUSTERDOWN, MASTERDOWN, READONLY.
+_ENDED = ("closed the connection", "onnection reset")
+_UNREACHABLE = (
+    *("timed out", "onnection refused", "os error 11", *_ENDED),
+    *("BusyLoading", "BUSY", "ClusterDown", "topology"),
+)
+_UNABLE = ("OOM", "MISCONF", "MasterDown", "NOREPLICAS", "ReadOnly", "max number of clients")  # it has answered
 
 
 @final
@@ -99,7 +105,7 @@ class ValkeyTier(StorageTier):
         options = UrlOptions(spec.options, schemes=SCHEMES, example=EXAMPLE)
         self._where = f"{options.scheme}://{options.place}"
         self._ttl_s = math.ceil(options.number("ttl_s", 0, least=0, most=2**31))  # the server counts seconds
-        server = server_options(options)
+        self._server = server = server_options(options)
         connect = connector(server)
         self._root = f"{PREFIX}{spec.fingerprint}:{spec.worker_id}:"
         self._marker = f"{self._root}{MARKER}".encode()
@@ -115,6 +121,7 @@ class ValkeyTier(StorageTier):
             self._askers = connect()
             through_glide = server.use_tls or server.is_cluster
             self._records = _GlideRecords(connect(), connect()) if through_glide else RecordConnections(server)
+            check_kind(self._askers, self._where)
             self._prefix()
             self._check_bound()
             self._check_permissions()
@@ -125,6 +132,7 @@ class ValkeyTier(StorageTier):
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the server does not answer; raises ConfigError if it has refused."""
+        error = explained(error, self._server)
         if any(sign in str(error) for sign in _UNABLE):
             _logger.warning(
                 "storage tier: %s accepts no records now (%s); it is used once it does", self._where, reason(error)
@@ -132,11 +140,13 @@ class ValkeyTier(StorageTier):
             return
         if not any(sign in str(error) for sign in _UNREACHABLE):
             raise ConfigError(f"{SETTING}: {self._where} cannot be used: {reason(error)}") from None
+        has_ended = any(sign in str(error) for sign in _ENDED)
+        hint = "have" if self._server.use_tls else "expect" if has_ended else ""
         _logger.warning(
             "storage tier: %s does not answer (%s); it is used once it answers%s",
             self._where,
             reason(error),
-            "; does it have TLS?" if SCHEMES[self._where.split(":")[0]] else "",
+            f"; does it {hint} TLS?" if hint else "",
         )
 
     def _check_permissions(self) -> None:
@@ -353,6 +363,32 @@ def connector(server: ServerOptions) -> Callable[[], Client]:
     return lambda: GlideClient.create(alone)
 
 
+def check_kind(client: Client, where: str) -> None:
+    """Finds a client of one server that is a node of a cluster, where it would reach only some of the keys.
+
+    Raises:
+      ConfigError: it is.
+      GlideError: the server does not answer.
+    """
+    if isinstance(client, GlideClient) and b"cluster_enabled:1" in client.info([InfoSection.CLUSTER]):
+        raise ConfigError(f"{SETTING}: {where} is a node of a cluster; add cluster=true to the options")
+
+
+def explained(error: BaseException, server: ServerOptions) -> BaseException:
+    """What the server says before it ends a connection, which valkey-glide does not tell; else the error as it is."""
+    has_ended = any(sign in str(error) for sign in ("unexpectedly terminated", *_ENDED))
+    if not has_ended or server.use_tls or server.is_cluster:
+        return error
+    with contextlib.closing(RecordConnections(server)) as connections:
+        try:
+            connections.read(f"{PREFIX}nothing".encode(), memoryview(bytearray(512)))  # room for what it says
+        except KeyError:  # it has come back
+            return error
+        except OSError as e:
+            return e
+    return error
+
+
 def new_generation() -> str:
     """The name of a generation that was never used before."""
     return secrets.token_hex(8)
@@ -360,4 +396,6 @@ def new_generation() -> str:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = " ".join(str(error).split())[:200]
+    hint = "; is it a cluster?" if "topology" in text else ""
+    return f"{type(error).__name__}: {text}{hint}"

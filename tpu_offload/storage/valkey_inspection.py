@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -12,7 +11,17 @@ from glide_sync import Batch, ClusterBatch, GlideClusterClient, GlideError, Info
 
 from tpu_offload.storage.inspection import Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
 from tpu_offload.storage.url_options import UrlOptions
-from tpu_offload.storage.valkey import MARKER, PREFIX, Client, connector, new_generation, reason, scan_names
+from tpu_offload.storage.valkey import (
+    MARKER,
+    PREFIX,
+    Client,
+    check_kind,
+    connector,
+    explained,
+    new_generation,
+    reason,
+    scan_names,
+)
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
 _NAME = re.compile(
@@ -27,7 +36,8 @@ class ValkeyInspector(StoreInspector):
     Args:
       options: as `TPU_OFFLOAD_STORAGE_OPTIONS` of the tier.
     Raises:
-      ConfigError: it is no such URL.
+      ConfigError: it is no such URL, or of a cluster and does not say so.
+      OSError: the server does not answer.
     """
 
     is_shared = True
@@ -36,14 +46,16 @@ class ValkeyInspector(StoreInspector):
         url = UrlOptions(options, schemes=SCHEMES, example=EXAMPLE)
         self.where = f"{url.scheme}://{url.place}{url.path.rstrip('/')}"
         url.text("ttl_s")  # of writes
-        self._client: Client = self._call(connector(server_options(url)))
+        self._server = server_options(url)
+        self._client: Client = self._call(connector(self._server))
+        self._call(lambda: check_kind(self._client, self.where))
 
     def _call[T](self, call: Callable[[], T]) -> T:
         try:
             with _without_its_own_lines():
                 return call()
         except GlideError as e:
-            raise OSError(f"{self.where}: {reason(e)}") from e
+            raise OSError(f"{self.where}: {reason(explained(e, self._server))}") from e
 
     def _names(self) -> Iterator[list[bytes]]:
         batches = scan_names(self._client, PREFIX.encode() + b"*")
@@ -133,7 +145,8 @@ def _without_its_own_lines() -> Iterator[None]:
     except OSError:  # it is closed
         yield
         return
-    with open(stderr, "wb", 0) as original, tempfile.TemporaryFile(buffering=0) as kept:
+    # In memory: where nothing can be written, as in a container with a read-only root, there is no temporary file.
+    with open(stderr, "wb", 0) as original, open(os.memfd_create("stderr"), "w+b", 0) as kept:
         os.dup2(kept.fileno(), 2)
         try:
             yield

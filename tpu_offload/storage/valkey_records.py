@@ -181,9 +181,10 @@ class RecordConnections:
     def _log_in(self, connection: Connection, until_s: float) -> None:
         server = self._server
         if server.password:
-            user = (server.user.encode(),) if server.user else ()
+            # Named as valkey-glide does: the default user takes a password also where it needs none.
+            user = server.user or "default"
             try:
-                connection.ask((b"AUTH", *user, server.password.encode()), until_s)
+                connection.ask((b"AUTH", user.encode(), server.password.encode()), until_s)
             except RefusedError as e:  # whose text may have the password
                 raise OSError(f"the server refuses the password: {e.code}") from None
         if server.database:

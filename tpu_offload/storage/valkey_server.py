@@ -11,6 +11,7 @@ EXAMPLE = "valkey://host:6379"
 SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
 """Whether a scheme has TLS."""
 _PORT = 6379
+_MAX_DATABASE_DIGITS = 9  # more are none for valkey-glide
 
 
 @final
@@ -52,18 +53,21 @@ def server_options(options: UrlOptions) -> ServerOptions:
     use_tls = SCHEMES[options.scheme]
     is_cluster = options.boolean("cluster", False)
     user = options.text("user")
-    password = (options.file("password_file") or b"").decode(errors="replace").rstrip("\r\n")
+    file = options.file("password_file")
+    password = (file or b"").decode(errors="replace").rstrip("\r\n")
     timeout_s = options.number("timeout_s", 2.0, least=0.01, most=3600)
     connect_timeout_s = options.number("connect_timeout_s", 1.0, least=0.01, most=3600)
     certificates = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
     options.end()
+    if file is not None and not password:
+        raise ConfigError(f"{SETTING}: password_file is empty; expected a file with a password")
     if user and not password:
         raise ConfigError(f"{SETTING}: user={one_line(user)} without password_file")
     if any(certificates) and not use_tls:
         raise ConfigError(f"{SETTING}: certificates without TLS; expected {options.scheme}s://")
     addresses = tuple(_address(options, text) for text in options.place.split(","))
     path = options.path.strip("/")
-    if path and (is_cluster or not path.isdecimal()):
+    if path and (is_cluster or not path.isdecimal() or len(path) > _MAX_DATABASE_DIGITS):
         raise ConfigError(f"{SETTING}: /{one_line(path)}; expected the number of a database, or none for a cluster")
     return ServerOptions(
         addresses=addresses,

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
+from tpu_offload.adapters.vllm.engine_storage import with_storage_of_engine
 from tpu_offload.adapters.vllm.names import MODULE_PATH
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ _UNSUPPORTED_PARALLELISM = {
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
     """Reads `TPU_OFFLOAD_*` and `kv_connector_extra_config`, which takes precedence, and resolves `sync_load`.
 
-    Pipeline stages are processes on one host: each gets an equal part of what is set for the host.
+    Pipeline stages are processes on one host: each gets an equal part of what is set for the host. Engines of one
+    `--data-parallel-size` have storage of their own.
 
     Raises:
       ConfigError: a setting is invalid, or vLLM's configuration is not supported.
@@ -52,6 +54,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         if config.host_gb is not None:
             part["host_gb"] = config.host_gb / stages
         config = config.model_copy(update=part)
+    config = with_storage_of_engine(config, vllm_config.parallel_config.data_parallel_index)
     if config.sync_load is None and (len(kv_cache_config.kv_cache_groups) > 1 or count_ranks(vllm_config) > 1):
         config = config.model_copy(update={"sync_load": False})
     elif config.sync_load is None:

@@ -85,7 +85,7 @@ class Page:
                 columns_of=_columns_of,
                 rows_of=_rows_of,
             )
-            .encode()
+            .encode(errors="backslashreplace")  # a name with bytes that are no text
         )
 
 
