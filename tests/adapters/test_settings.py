@@ -373,6 +373,8 @@ def test_loads_of_data_parallel_ranks_are_asynchronous():
     ("tier", "options", "expected"),
     [
         ("file", "/mnt/kv", "/mnt/kv/engine-1"),
+        ("file", "/", "/engine-1"),
+        ("file", ",direct=off", ",direct=off"),
         ("file", " /mnt/kv/ ,min_free_gb=2,direct=off", "/mnt/kv/engine-1,min_free_gb=2,direct=off"),
         ("object", "s3://bucket", "s3://bucket/engine-1"),
         ("object", "s3://bucket/a/?region=x&timeout_s=5", "s3://bucket/a/engine-1?region=x&timeout_s=5"),
@@ -391,6 +393,12 @@ def test_private_storage_of_engines_side_by_side(tier, options, expected):
         )
         read = read_config(vllm_config, kv_cache_config(8))
         assert [tier.options for tier in read.storage_tiers] == [wanted, "valkey://x"]
+
+
+def test_options_of_storage_that_is_switched_off():
+    offload = {"host_gb": 1, "storage_options": "/mnt/kv"}
+    vllm_config = config(parallel={"data_parallel_index": 1}, transfer={"kv_connector_extra_config": offload})
+    assert read_config(vllm_config, kv_cache_config(8)).storage_tiers == ()
 
 
 def test_hosts_are_counted_under_ray_only(monkeypatch):

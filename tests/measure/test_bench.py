@@ -132,6 +132,21 @@ def test_the_program_by_itself_moves_the_blocks_and_an_empty_one_none():
     worker.worker.close()
 
 
+def test_the_program_by_itself_is_called_once_a_portion():
+    num_blocks = 600  # a direct copy takes at most 512
+    caches = filled(num_blocks)
+    config = OffloadConfig.create(
+        save_path="direct", load_path="direct", num_staging_blocks=2, num_cpu_chunks=num_blocks
+    )
+    worker = WorkerCopies(config, caches)
+    program = ProgramCopies(worker.copiers[0], segment_blocks=num_blocks)
+    caches = program.finish(program.dispatch(SAVE, caches, list(range(num_blocks))))
+    caches = program.finish(program.dispatch(LOAD, caches, list(range(num_blocks))[::-1]))
+    values = first_values(caches)[0]
+    assert values == first_values(filled(num_blocks))[0][::-1]
+    worker.worker.close()
+
+
 def test_a_step_reads_and_writes_the_caches():
     caches = filled()
     step = ModelStep(caches, target_s=1e-3)

@@ -127,6 +127,18 @@ def test_a_marker_that_makes_no_sense_begins_anew(store_url, caplog):
         assert names(tier) == [marker_of(tier)]
 
 
+def test_a_marker_that_is_damaged_while_the_tier_is_open_is_written_again(store_url, caplog):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        obstore.put(store_of(tier), marker_of(tier), b"../../etc/passwd")
+        tier._is_doubtful = True  # as after a failed write
+        write(tier, key_of(2), 2)
+        assert read(tier, key_of(1)) == payload(1)
+        assert not caplog.messages
+    with opened(store_url) as tier:
+        assert sorted(tier.stored_keys()) == [key_of(1), key_of(2)]
+
+
 def test_a_clear_leaves_nothing(store_url):
     with opened(store_url) as tier:
         for i in range(NUM_CHUNKS):

@@ -566,6 +566,33 @@ def test_a_server_that_ends_connections_at_once(script, said, caplog):
         assert warning.endswith("it is used once it answers; does it expect TLS?")
 
 
+@pytest.mark.parametrize(
+    "answer", [b"$-1\r\n", b"-LOADING the dataset\r\n", b"-MASTERDOWN no link\r\n", b"-READONLY a replica\r\n"]
+)
+def test_a_server_that_comes_back_while_it_is_asked_why(answer, caplog):
+    """It has ended the connection of valkey-glide, and then answers, or will do so soon: that is no refusal."""
+
+    def script(peer):
+        if peer.receive()[:1] == [b"GET"]:
+            peer.socket.sendall(answer)
+
+    with contextlib.closing(FakeServer(script)) as server, opened(server):
+        (warning,) = caplog.messages
+        assert "it is used once it" in warning
+
+
+@pytest.mark.parametrize("options", ["valkeys://127.0.0.1:{}", "valkey://127.0.0.1:{}?cluster=true"])
+def test_a_proxy_with_tls_or_a_cluster_that_ends_connections_at_once(options, caplog):
+    def script(peer):
+        peer.receive_part(1)
+
+    with contextlib.closing(FakeServer(script)) as server:
+        tier = ValkeyTier(dataclasses.replace(SPEC, options=options.format(server.port)))
+        tier.close()
+        (warning,) = caplog.messages
+        assert "it is used once it answers" in warning
+
+
 def test_a_server_that_has_too_many_clients_is_used_once_it_has_not(caplog):
     with servers.running(servers.valkey("--maxclients", "2")) as server, contextlib.ExitStack() as held:
         for _ in range(2):

@@ -130,7 +130,6 @@ class SavePlanner:
                 num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
             )
         )
-        # Plain loops: an engine may name hundreds of requests in each step.
         block_hashes, table = scheduled.block_hashes, scheduled.block_tables[CHUNK_GROUP]
         num_savable_blocks = request.limits.num_savable_tokens(num_tokens) // self._block_size
         num_chunks = min(num_savable_blocks, len(block_hashes), len(table)) // size

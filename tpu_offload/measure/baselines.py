@@ -121,6 +121,8 @@ class BusCopies:
 class ProgramCopies:
     """The program of a copier by itself, without jobs: their checks, their bookkeeping and their reports.
 
+    It is called once for each portion of a job that is larger than its capacity.
+
     It cycles through the positions of the segment, as `WorkerCopies` does.
 
     Args:
@@ -138,10 +140,11 @@ class ProgramCopies:
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
         """See `Method`."""
         moves = self._moves(block_ids if self._segment_blocks else [])
-        if direction is Direction.SAVE:
-            self._flight = self._copier.save(0, moves, caches)
-        else:
-            self._flight, caches = self._copier.load(0, moves, list(caches))
+        for portion in self._copier.split(moves) or [moves]:  # programs of a device end in their order
+            if direction is Direction.SAVE:
+                self._flight = self._copier.save(0, portion, caches)
+            else:
+                self._flight, caches = self._copier.load(0, portion, list(caches))
         return caches
 
     def _moves(self, block_ids: list[int]) -> BlockMoves:

@@ -106,25 +106,25 @@ class ObjectTier(StorageTier):
         found = self._named()
         if found is None:
             return False
+        if not GENERATION.fullmatch(found):
+            _logger.warning(
+                "storage tier: %s: %s is damaged or of another version of the format; the records of before are "
+                "discarded",
+                where(self._store),
+                self._marker,
+            )
+            return False
         self._generation = found
         return True
 
     def _named(self) -> str | None:
-        """The generation that the store names."""
+        """What the store names as the generation, maybe damaged; None if it names none."""
         try:
-            found = bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
+            return bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
         except FileNotFoundError as e:
             if "NoSuchBucket" in str(e):
                 raise
             return None
-        if GENERATION.fullmatch(found):
-            return found
-        _logger.warning(
-            "storage tier: %s: %s is damaged or of another version of the format; the records of before are discarded",
-            where(self._store),
-            self._marker,
-        )
-        return None
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
@@ -251,8 +251,9 @@ class ObjectTier(StorageTier):
             except (BaseError, OSError) as e:
                 raise OSError(reason(e)) from e
             self._is_doubtful = False
-            self._is_published = found is not None
-            self._generation = found or self._generation
+            self._is_published = found is not None and bool(GENERATION.fullmatch(found))
+            if found is not None and self._is_published:
+                self._generation = found
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""

@@ -69,13 +69,16 @@ _ASK_S = 1.0  # how often the generation is read
 BATCH = 1000  # keys in one call
 _FIND_BATCH = 4096  # keys in one round trip of a lookup
 # Signs in an error of the library, which has no types for them, that the server may answer later. For some codes of the
-# server it has names of its own: LOADING, CLUSTERDOWN, MASTERDOWN, READONLY.
-_ENDED = ("closed the connection", "onnection reset")
+# server it has names of its own.
+_ENDED = ("closed the connection", "onnection reset", "unexpectedly terminated", "handshake eof")
 _UNREACHABLE = (
     *("timed out", "onnection refused", "os error 11", *_ENDED),
-    *("BusyLoading", "BUSY", "ClusterDown", "topology"),
+    *("LOADING", "BusyLoading", "BUSY", "CLUSTERDOWN", "ClusterDown", "topology"),
 )
-_UNABLE = ("OOM", "MISCONF", "MasterDown", "NOREPLICAS", "ReadOnly", "max number of clients")  # it has answered
+_UNABLE = (  # it has answered
+    *("OOM", "MISCONF", "NOREPLICAS", "max number of clients"),
+    *("MASTERDOWN", "MasterDown", "READONLY", "ReadOnly"),
+)
 
 
 @final
@@ -376,7 +379,7 @@ def check_kind(client: Client, where: str) -> None:
 
 def explained(error: BaseException, server: ServerOptions) -> BaseException:
     """What the server says before it ends a connection, which valkey-glide does not tell; else the error as it is."""
-    has_ended = any(sign in str(error) for sign in ("unexpectedly terminated", *_ENDED))
+    has_ended = any(sign in str(error) for sign in _ENDED)
     if not has_ended or server.use_tls or server.is_cluster:
         return error
     with contextlib.closing(RecordConnections(server)) as connections:

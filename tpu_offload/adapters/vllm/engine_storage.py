@@ -10,7 +10,7 @@ def with_storage_of_engine(config: OffloadConfig, number: int) -> OffloadConfig:
       config: the settings of all engines.
       number: of the engine, from 0.
     """
-    if number == 0 or not config.storage_options:
+    if number == 0 or not (config.storage_tier and config.storage_options):
         return config
     given = zip(config.storage_tier, config.storage_options, strict=True)
     options = tuple(_below(text, name, f"engine-{number}") for name, text in given)
@@ -23,4 +23,6 @@ def _below(options: str, name: str, folder: str) -> str:
     if end is None or options.startswith("memory:"):
         return options
     place, separator, rest = options.partition(end)
+    if not place.strip():  # an error in each engine
+        return options
     return f"{place.strip().rstrip('/')}/{folder}{separator}{rest}"

@@ -37,7 +37,7 @@ class TierJobs:
         self.breakers: list[CircuitBreaker] = []
 
     def make_breaker(self, what: str, *, repeated: bool = False) -> CircuitBreaker:
-        """A circuit breaker for one kind of its jobs; those `repeated` until they succeed have the default at least."""
+        """A circuit breaker for one kind of its jobs; those `repeated` until they succeed always have a limit."""
         config = self._config
         breaker = CircuitBreaker(
             f"{what} {self._label}",
