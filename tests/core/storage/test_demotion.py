@@ -200,13 +200,19 @@ def test_a_reset_drops_what_was_to_be_demoted():
     assert stored(engine) == []
 
 
-def test_slots_that_are_lost_before_the_plan_are_not_read():
+def _before_a_plan_that_demotes():
+    """An engine whose next plan demotes chunks, and their slots by key."""
     engine = make(num_host_chunks=8)
     for tokens in (A, B, C):
         engine.fill(tokens)
     before = dict(slot_of_chunk(engine.scheduler).items())
     engine.match("a", A)
     victims = {key: slot for key, slot in before.items() if key not in slot_of_chunk(engine.scheduler)}
+    return engine, victims
+
+
+def test_slots_that_are_lost_before_the_plan_are_not_read():
+    engine, victims = _before_a_plan_that_demotes()
     lost = min(victims.values())
     engine.workers[0].lose(lost, lost + 1, blocks_per_chunk=1)
     engine.apply(engine.workers[0], [])
@@ -217,12 +223,7 @@ def test_slots_that_are_lost_before_the_plan_are_not_read():
 
 def test_slots_whose_memory_is_given_away_before_the_plan_are_not_read():
     """As with states: the workers change the division before they dispatch the demotions of a plan."""
-    engine = make(num_host_chunks=8)
-    for tokens in (A, B, C):
-        engine.fill(tokens)
-    before = dict(slot_of_chunk(engine.scheduler).items())
-    engine.match("a", A)
-    victims = {key: slot for key, slot in before.items() if key not in slot_of_chunk(engine.scheduler)}
+    engine, victims = _before_a_plan_that_demotes()
     num_left = sorted(victims.values())[1]
     chunk_index(engine.scheduler).shrink(Pool.CHUNKS, num_left)
     plan = engine.turn()
