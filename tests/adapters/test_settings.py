@@ -34,6 +34,7 @@ from tpu_offload.adapters.vllm.settings import (
     count_workers,
     count_workers_of_ranks,
     group_order,
+    holder_id,
     read_config,
     state_groups,
     windows,
@@ -369,36 +370,11 @@ def test_loads_of_data_parallel_ranks_are_asynchronous():
     assert not read_config(config(sharding_config=Sharding()), kv_cache_config(8)).sync_load
 
 
-@pytest.mark.parametrize(
-    ("tier", "options", "expected"),
-    [
-        ("file", "/mnt/kv", "/mnt/kv/engine-1"),
-        ("file", "/", "/engine-1"),
-        ("file", ",direct=off", ",direct=off"),
-        ("file", " /mnt/kv/ ,min_free_gb=2,direct=off", "/mnt/kv/engine-1,min_free_gb=2,direct=off"),
-        ("object", "s3://bucket", "s3://bucket/engine-1"),
-        ("object", "s3://bucket/a/?region=x&timeout_s=5", "s3://bucket/a/engine-1?region=x&timeout_s=5"),
-        ("object", "file:///mnt/kv", "file:///mnt/kv/engine-1"),
-        ("object", "memory://", "memory://"),
-        ("valkey", "valkey://host:1/2", "valkey://host:1/2"),
-        ("module:Class", "/mnt/kv", "/mnt/kv"),
-    ],
-)
-def test_private_storage_of_engines_side_by_side(tier, options, expected):
-    """`--data-parallel-size 2` has the same settings for both, whose directories and prefixes are for one engine."""
-    storage = {"storage_tier": f"{tier};valkey", "storage_options": f"{options};valkey://x", "storage_gb": "1;1"}
-    for number, wanted in ((0, options.strip()), (1, expected)):
-        vllm_config = config(
-            parallel={"data_parallel_index": number}, transfer={"kv_connector_extra_config": {"host_gb": 1, **storage}}
-        )
-        read = read_config(vllm_config, kv_cache_config(8))
-        assert [tier.options for tier in read.storage_tiers] == [wanted, "valkey://x"]
-
-
-def test_options_of_storage_that_is_switched_off():
-    offload = {"host_gb": 1, "storage_options": "/mnt/kv"}
-    vllm_config = config(parallel={"data_parallel_index": 1}, transfer={"kv_connector_extra_config": offload})
-    assert read_config(vllm_config, kv_cache_config(8)).storage_tiers == ()
+@pytest.mark.parametrize(("engine", "stages", "worker_id", "expected"), [(0, 1, 0, 0), (1, 1, 0, 1), (1, 2, 1, 3)])
+def test_workers_of_engines_side_by_side_are_numbered(engine, stages, worker_id, expected):
+    """`--data-parallel-size 2` has the same settings for both, which so have the same place in storage."""
+    vllm_config = config(parallel={"data_parallel_index": engine, "pipeline_parallel_size": stages})
+    assert holder_id(vllm_config, worker_id) == expected
 
 
 def test_hosts_are_counted_under_ray_only(monkeypatch):

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 
+from tests.adapters import scheduler_stack
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
 from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
@@ -39,6 +40,33 @@ def test_the_first_request_after_a_restart_is_loaded_from_storage(tmp_path):
     assert request.request_id == "b"
     stack.check_end()
     stack.close()
+
+
+def make_side_by_side(directory, **settings):
+    """Two of `--data-parallel-size 2`: with the same settings, at the same time."""
+    of_first = scheduler_stack.make_config
+
+    def of_second(**settings):
+        config = of_first(**settings)
+        config.parallel_config.data_parallel_index = 1
+        return config
+
+    first = make(directory, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_stack, "make_config", of_second)
+        return first, make(directory, **settings)
+
+
+def test_engines_side_by_side_have_parts_of_one_directory(tmp_path):
+    for num_restored in (0, 5):
+        first, second = make_side_by_side(tmp_path)
+        first.serve("a", prompt(40, seed=20))
+        second.serve("b", prompt(40, seed=21))
+        for stack in (first, second):
+            assert stack.offload.stats().restored_chunks == num_restored
+            stack.check_end()
+            stack.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
 
 
 def test_a_router_places_what_storage_has_brought_back(tmp_path):
@@ -118,6 +146,14 @@ def make_shared(**settings):
 
 def tiers(stack):
     return [worker_storage_tier(connector.worker_side.worker) for connector in stack.connectors]
+
+
+def test_engines_side_by_side_share_what_they_store(servers):
+    both = make_side_by_side("", storage_tier=SHARED, storage_options="")
+    specs = [tier.spec for stack in both for tier in tiers(stack)]
+    assert specs[0] == specs[1]
+    for stack in both:
+        stack.close()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

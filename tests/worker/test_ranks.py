@@ -82,7 +82,12 @@ def test_storage_of_one_rank_in_the_memory_of_another_is_noticed(monkeypatch):
     lives.close()
 
 
-def test_each_rank_has_files_of_its_own_and_finds_them_again(tmp_path):
+@pytest.mark.parametrize(
+    ("holder_id", "names"),
+    [(None, ["worker-0", "worker-1"]), (2, ["worker-4", "worker-5"])],
+    ids=["one engine", "several"],
+)
+def test_each_rank_has_files_of_its_own_and_finds_them_again(tmp_path, holder_id, names):
     def start():
         caches = caches_of_ranks(2)
         layout = KVLayout.from_caches(caches, block_size=4)
@@ -93,7 +98,7 @@ def test_each_rank_has_files_of_its_own_and_finds_them_again(tmp_path):
             num_storage_chunks=4,
             skip_jax_precompile=True,
         )
-        worker = OffloadWorker(config, layout, caches)
+        worker = OffloadWorker(config, layout, caches, holder_id=holder_id)
         worker.wait_until_allocated()
         return worker, caches, RankPlans(2)
 
@@ -115,7 +120,7 @@ def test_each_rank_has_files_of_its_own_and_finds_them_again(tmp_path):
     results = [[r for report in reports for r in report[rank].results] for rank in range(2)]
     assert [[(r.job_id, r.state) for r in own] for own in results] == [[(3, JobState.FINISHED)]] * 2
     worker.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["worker-0", "worker-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
     worker, _, ranks = start()
     setups = [report.setup for report in ranks.split(worker.poll())]

@@ -78,6 +78,8 @@ class OffloadWorker:
       layout: the result of `KVLayout.from_caches` for these caches.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
       worker_id: included in every report; 0 to num_workers - 1.
+      holder_id: numbers what the worker has in private storage tiers. Workers of several engines that are given the
+        same directory or prefix each need another one. None for worker_id.
       clock: seconds, monotonic.
       available: free bytes of host memory; None measures them.
       fused: the engine runs the fused copies in its own step, so a path may be `fused`.
@@ -99,6 +101,7 @@ class OffloadWorker:
         kv_caches: Sequence[Any],
         *,
         worker_id: int = 0,
+        holder_id: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         available: int | None = None,
         fused: bool = False,
@@ -106,6 +109,7 @@ class OffloadWorker:
         incarnation: int | None = None,
     ) -> None:
         worker_id = check_count("worker_id", worker_id)
+        holder_id = worker_id if holder_id is None else check_count("holder_id", holder_id)
         incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation)
         check_kinds(config, layout)
         check_caches(layout, kv_caches)
@@ -126,17 +130,11 @@ class OffloadWorker:
         try:
             self._tier = self._make_tier(config, layout, kv_caches, pools=pools, fused=fused, wrap_copier=wrap_copier)
             if config.swap_enabled:
-                self._swap = SwapCopies(
-                    config,
-                    layout,
-                    kv_caches,
-                    jobs=self._jobs,
-                    available=max(0, (available or 0) - pools.nbytes),
-                    tier=self._tier.pools.sources() if self._tier is not None else (),
-                    clock=clock,
-                    wrap_copier=wrap_copier,
+                left = max(0, (available or 0) - pools.nbytes)
+                self._swap = self._make_swap(
+                    config, layout, kv_caches, available=left, clock=clock, wrap_copier=wrap_copier
                 )
-            self._storage = self._make_storage(config, layout, worker_id=worker_id)
+            self._storage = self._make_storage(config, layout, worker_id=worker_id, holder_id=holder_id)
             setup = describe_setup(config, layout, kv_caches, self._tier, self._storage)
         except BaseException:  # whoever keeps it, to log it or to try again, keeps what was made
             self._close_copies()
@@ -161,7 +159,30 @@ class OffloadWorker:
             return None
         return TierCopies(config, layout, kv_caches, pools=pools, jobs=self._jobs, fused=fused, wrap_copier=wrap_copier)
 
-    def _make_storage(self, config: OffloadConfig, layout: KVLayout, *, worker_id: int) -> StorageStack | None:
+    def _make_swap(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: Sequence[Any],
+        *,
+        available: int,
+        clock: Callable[[], float],
+        wrap_copier: WrapCopier,
+    ) -> SwapCopies:
+        return SwapCopies(
+            config,
+            layout,
+            kv_caches,
+            jobs=self._jobs,
+            available=available,
+            tier=self._tier.pools.sources() if self._tier is not None else (),
+            clock=clock,
+            wrap_copier=wrap_copier,
+        )
+
+    def _make_storage(
+        self, config: OffloadConfig, layout: KVLayout, *, worker_id: int, holder_id: int
+    ) -> StorageStack | None:
         if not config.has_storage or self._tier is None:
             return None
         return StorageStack(
@@ -170,6 +191,7 @@ class OffloadWorker:
             memories=self._tier.pools.memories(),
             jobs=self._jobs,
             worker_id=worker_id,
+            holder_id=holder_id,
         )
 
     @property

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
-from tpu_offload.adapters.vllm.engine_storage import with_storage_of_engine
 from tpu_offload.adapters.vllm.names import MODULE_PATH
 
 if TYPE_CHECKING:
@@ -36,8 +35,7 @@ _UNSUPPORTED_PARALLELISM = {
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
     """Reads `TPU_OFFLOAD_*` and `kv_connector_extra_config`, which takes precedence, and resolves `sync_load`.
 
-    Pipeline stages are processes on one host: each gets an equal part of what is set for the host. Engines of one
-    `--data-parallel-size` have storage of their own.
+    Pipeline stages are processes on one host: each gets an equal part of what is set for the host.
 
     Raises:
       ConfigError: a setting is invalid, or vLLM's configuration is not supported.
@@ -54,7 +52,6 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         if config.host_gb is not None:
             part["host_gb"] = config.host_gb / stages
         config = config.model_copy(update=part)
-    config = with_storage_of_engine(config, vllm_config.parallel_config.data_parallel_index)
     if config.sync_load is None and (len(kv_cache_config.kv_cache_groups) > 1 or count_ranks(vllm_config) > 1):
         config = config.model_copy(update={"sync_load": False})
     elif config.sync_load is None:
@@ -265,6 +262,16 @@ def count_ranks(vllm_config: "VllmConfig") -> int:
     return int(getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1))
 
 
+def check_ranks(vllm_config: "VllmConfig", num_ranks: int) -> None:
+    """Raises a ConfigError if the KV caches are not split over the engine's data-parallel ranks."""
+    expected = count_ranks(vllm_config)
+    if num_ranks != expected:
+        raise ConfigError(
+            f"tpu_offload: the engine has {expected} data-parallel ranks, and its KV caches are split over "
+            f"{num_ranks}: set NEW_MODEL_DESIGN=1"
+        )
+
+
 def _problems_of_stages(vllm_config: "VllmConfig", *, num_groups: int, config: OffloadConfig) -> Iterator[str]:
     given = f"pipeline_parallel_size={num_stages(vllm_config)}"
     change = "set --pipeline-parallel-size 1"
@@ -354,6 +361,12 @@ def count_workers_of_ranks(vllm_config: "VllmConfig") -> int:
     global _num_workers_of_ranks
     _num_workers_of_ranks = count_hosts() * num_stages(vllm_config)
     return _num_workers_of_ranks
+
+
+def holder_id(vllm_config: "VllmConfig", worker_id: int) -> int:
+    """Numbers a worker among those of all engines of one `--data-parallel-size`, which have the same settings."""
+    engine: int = vllm_config.parallel_config.data_parallel_index
+    return engine * count_hosts() * num_stages(vllm_config) + worker_id
 
 
 def count_hosts() -> int:

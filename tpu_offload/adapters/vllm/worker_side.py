@@ -28,7 +28,6 @@ import jax
 
 from tpu_offload import (
     CachesLostError,
-    ConfigError,
     CopyJob,
     CopyPath,
     JobKind,
@@ -46,9 +45,10 @@ from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
     check_hbm,
+    check_ranks,
     check_workers,
     count_hosts,
-    count_ranks,
+    holder_id,
     num_stages,
     read_config,
     state_groups,
@@ -115,15 +115,12 @@ class WorkerSide:
         # A layer with a state has a tuple of arrays; the library has a list of arrays.
         caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = describe_caches(runner)
-        if layout.num_ranks != count_ranks(vllm_config):
-            raise ConfigError(
-                f"tpu_offload: the engine has {count_ranks(vllm_config)} data-parallel ranks, and its KV caches are "
-                f"split over {layout.num_ranks}: set NEW_MODEL_DESIGN=1"
-            )
+        check_ranks(vllm_config, layout.num_ranks)
         # With pipeline parallelism each stage is the only process of its JAX cluster.
         is_stage = num_stages(vllm_config) > 1
         self._worker_id = runner.rank if is_stage else _process_index()
-        worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
+        holder = holder_id(vllm_config, self._worker_id)
+        worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id, holder_id=holder)
         from tpu_inference import utils
 
         setup = worker.poll().setup

@@ -48,7 +48,8 @@ class StorageStack:
       layout: what a block is made of.
       memories: by pool, the host tier of each of its page groups.
       jobs: the worker's jobs.
-      worker_id: for the tiers.
+      worker_id: of the worker among those of its engine, for shared tiers.
+      holder_id: of the worker among those of all engines with the same place in storage, for private tiers.
     Raises:
       ConfigError: a tier cannot be made.
     """
@@ -61,9 +62,10 @@ class StorageStack:
         memories: Sequence[Sequence[HostMemory]],
         jobs: WorkerJobs,
         worker_id: int,
+        holder_id: int,
     ) -> None:
         self._jobs = jobs
-        self._worker_id, self._num_ranks = worker_id, layout.num_ranks
+        self._worker_id, self._holder_id, self._num_ranks = worker_id, holder_id, layout.num_ranks
         all_memories = [memory for of_pool in memories for memory in of_pool]
         ranks = [rank for rank in range(layout.num_ranks) if all_memories[0].spec.local_devices(rank)]
         parts = [[part_of_rank(m.spec, m.arena, rank) for m in all_memories] for rank in ranks]
@@ -98,7 +100,7 @@ class StorageStack:
         if find_tier(settings.name).is_shared:
             holder_id = shared_holder_id(pools[0].memories[0].spec, rank, worker_id=self._worker_id)
         else:
-            holder_id = self._worker_id * self._num_ranks + rank
+            holder_id = self._holder_id * self._num_ranks + rank
         record_format = RecordFormat(
             fingerprint=fingerprint,
             worker_id=holder_id,
