@@ -8,7 +8,8 @@ deviation of the regrets of the seeds, all against the policy that is best on th
 
 Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front (`--hbm-share`), and blocks are saved
 when they are computed; `evicted` the same, and they are saved when HBM evicts them. With `--storage` there is a storage
-tier below, and the hits of both tiers count; those of the host tier, which are the faster ones, are shown apart.
+tier below, and the hits of both tiers count: one in storage, which has to be read, as a part of one in the host tier
+(`--storage-worth`; 1 counts all alike). Those of the host tier are shown apart.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -29,6 +30,7 @@ from common import count, make_parser, print_table, write_json
 
 from tpu_offload.config import DEFAULT_EVICTION_POLICY, SaveEvent
 from tpu_offload.core.policies import POLICIES
+from tpu_offload.core.policies.density import STORAGE_WORTH
 from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
 from tpu_offload.sim.experiment import Case, Experiment, run_all
 from tpu_offload.sim.replay import TierSetup
@@ -79,6 +81,10 @@ class Rates(NamedTuple):
     all: float
     host: float
 
+    def worth(self, of_storage: float) -> float:
+        """As a share that hits in the host tier: what hits in storage counts so much."""
+        return self.host + of_storage * (self.all - self.host)
+
 
 def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tuple[float, str, Rates]]:
     """The rates of each size and policy."""
@@ -101,7 +107,7 @@ def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tup
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each cell, the one with the largest regret first."""
+    """One row for each cell and worth of storage, the one with the largest regret first."""
     rates: dict[Cell, dict[str, list[Rates]]] = {}
     for name, seed, trace in traces_of(args):
         for setup in args.setups:
@@ -109,16 +115,19 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             for size, policy, rate in rates_of(trace, setup, args):
                 cell = Cell(name, setup, size)
                 rates.setdefault(cell, {}).setdefault(policy, []).append(rate)
-    return sorted((_row(cell, found) for cell, found in rates.items()), key=lambda row: -row["regret"])
+    rows = [_row(cell, found, worth) for worth in args.storage_worth for cell, found in rates.items()]
+    return sorted(rows, key=lambda row: -row["regret"])
 
 
-def _row(cell: Cell, rates: dict[str, list[Rates]]) -> dict[str, Any]:
-    means = {policy: statistics.fmean(rate.all for rate in found) for policy, found in rates.items()}
+def _row(cell: Cell, rates: dict[str, list[Rates]], worth: float) -> dict[str, Any]:
+    worths = {policy: [rate.worth(worth) for rate in found] for policy, found in rates.items()}
+    means = {policy: statistics.fmean(found) for policy, found in worths.items()}
     default = means.pop(DEFAULT)
     best = max(means, key=lambda policy: means[policy])
-    regrets = [other.all - own.all for other, own in zip(rates[best], rates[DEFAULT], strict=True)]
+    regrets = [other - own for other, own in zip(worths[best], worths[DEFAULT], strict=True)]
     return {
         **cell._asdict(),
+        "storage_worth": worth,
         "default": default,
         "best_other": best,
         "rates": means,
@@ -139,6 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=_share, nargs="+", default=[0.005, 0.02, 0.1, 0.3], help="shares of the blocks")
     parser.add_argument("--hbm-share", type=_share, default=0.05, help="size of HBM, as a share of the blocks")
     parser.add_argument("--storage", type=_share, nargs="+", default=[], help="sizes of storage tiers, nearest first")
+    parser.add_argument(
+        "--storage-worth",
+        type=_part,
+        nargs="+",
+        default=[STORAGE_WORTH],
+        help="what a hit in storage counts, where one in the host tier counts 1; several for several counts",
+    )
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
     parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")
@@ -150,9 +166,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in args.trace:
         if not path.is_file():
             parser.error(f"--trace: there is no file {path}")
-    rows, storage = compare(args), bool(args.storage)
+    rows = compare(args)
+    for worth in args.storage_worth:
+        _print([row for row in rows if row["storage_worth"] == worth], args, worth)
+    write_json(args, question="how far the default eviction policy is behind the best of the others", results=rows)
+    return 0
+
+
+def _print(rows: list[dict[str, Any]], args: argparse.Namespace, worth: float) -> None:
+    storage = bool(args.storage)
+    counted = f", a hit in storage counts {worth:g}" if storage else ""
     print_table(
-        f"{DEFAULT}: regret in {len(rows)} cells, the worst first",
+        f"{DEFAULT}: regret in {len(rows)} cells, the worst first{counted}",
         ["traffic", "setup", "size", DEFAULT, "best other", "", "regret", "spread", *(["host hits", ""] * storage)],
         [
             [
@@ -172,18 +197,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for least in (0.002, 0.004, 0.01):
         print(f"cells with a regret over {least:g}: {sum(row['regret'] > least for row in rows)} of {len(rows)}")
-    write_json(args, question="how far the default eviction policy is behind the best of the others", results=rows)
-    return 0
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1
-    if not 0 <= share < 1:
+    share = _part(text)
+    if share == 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a share, at least 0 and below 1")
     return share
+
+
+def _part(text: str) -> float:
+    try:
+        part = float(text)
+    except ValueError:
+        part = -1
+    if not 0 <= part <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected a number from 0 to 1")
+    return part
 
 
 if __name__ == "__main__":

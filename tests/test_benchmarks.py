@@ -180,6 +180,11 @@ def test_regret(run, main, monkeypatch, tmp_path):
     assert stored["rates"]["lru"] > alone["rates"]["lru"]
     assert alone["host_rates"] == alone["rates"] | {DEFAULT_POLICY: alone["default"]}
     assert all(stored["host_rates"][policy] < rate for policy, rate in stored["rates"].items())
+    every, none = sorted(
+        run("bench_regret", f"{one} --storage 0.9 --storage-worth 0 1")[1]["results"],
+        key=lambda row: -row["storage_worth"],
+    )
+    assert every["default"] > stored["default"] > none["default"] == none["host_rates"][DEFAULT_POLICY]
 
 
 def test_stalls(run):

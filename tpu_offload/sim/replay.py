@@ -121,7 +121,7 @@ class _Replay:
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
         host, saves = self._host, self._saves
-        use = next(self._uses).replace(num_in_hbm=in_hbm)
+        use = next(self._uses).replace(num_in_hbm=in_hbm, num_in_storage=self._num_stored(keys))
         saves.observe(use, keys)
         in_host = host.find(keys)
         for tier in self._storage:
@@ -150,6 +150,12 @@ class _Replay:
         host.touch(use, keys, len(keys))
         for tier in self._storage:
             tier.finish(keys)
+
+    def _num_stored(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks the storage tiers have to which they were cascaded."""
+        tiers = [tier for tier in self._storage if not tier.demotes]
+        has = (any(key in tier for tier in tiers) for key in keys)
+        return sum(itertools.takewhile(bool, has))
 
     def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:
         """Promotes what follows in storage, run by run, and counts the hits; returns how far the host tier has it.

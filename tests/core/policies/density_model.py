@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from tpu_offload.core.policies import constant_rates, density, lifetimes, run_classes, runs
 from tpu_offload.types import ChunkKey
@@ -48,27 +49,35 @@ class Worth:
     def __init__(self) -> None:
         self.factors = run_classes.CLASS_USES
         self.uses: Counter[tuple[int, int]] = Counter()
-        self.in_hbm: Counter[tuple[int, int]] = Counter()  # of these, those that HBM served
+        self.elsewhere: defaultdict[tuple[int, int], float] = defaultdict(float)  # what other tiers gave for these
         self.ends: Counter[tuple[int, int]] = Counter()
         self.run_size = 1.0
         self.table: dict[tuple[int, int], float] = {}
-        # For the question whether age matters: predicted rates and shares that HBM leaves, and uses that HBM did not
-        # serve and chunks alive at the last estimate.
+        # For the question whether age matters: predicted rates and shares that others leave, and at the last estimate
+        # uses less what others gave, and chunks alive.
         self.rates: dict[tuple[int, int], float] = {}
         self.shares: defaultdict[tuple[int, int], float] = defaultdict(lambda: 1.0)
         self.runs: Counter[tuple[int, int]] = Counter()  # that were used since, and not in HBM
-        self.hits_then: Counter[tuple[int, int]] = Counter()
+        self.hits_then: dict[tuple[int, int], float] = {}
         self.alive_then: Counter[tuple[int, int]] = Counter()
         self.evidence, self.all_uses, self.all_exposure = ([0.0] * len(self.factors) for _ in range(3))
         self.learn([], 0, 0)
 
-    def end(self, lives: list[tuple[int, int]], *, used: bool, num_in_hbm: int = 0) -> None:
-        """Lifetimes (class, age) end together: equal ones are of one run. HBM served the use of the first."""
-        for in_hbm, some in ((True, lives[:num_in_hbm]), (False, lives[num_in_hbm:])):
+    def end(self, lives: list[tuple[int, int]], *, used: bool, num_in_hbm: int = 0, num_in_storage: int = 0) -> None:
+        """Lifetimes (class, age) end together: equal ones are of one run. HBM served the use of the first.
+
+        Storage had the first, too, perhaps more of them.
+        """
+        num_elsewhere = max(num_in_hbm, num_in_storage)
+        for elsewhere, some in (
+            (1.0, lives[:num_in_hbm]),
+            (density.STORAGE_WORTH, lives[num_in_hbm:num_elsewhere]),
+            (0.0, lives[num_elsewhere:]),
+        ):
             for (class_id, age), num in Counter(some).items():
                 self.ends[class_id, group_of(age)] += num
                 self.uses[class_id, group_of(age)] += num * used
-                self.in_hbm[class_id, group_of(age)] += num * in_hbm
+                self.elsewhere[class_id, group_of(age)] += num * elsewhere
                 self.run_size += 0.001 * (num - self.run_size)
         if used:
             self.runs.update((class_id, group_of(age)) for class_id, age in set(lives[num_in_hbm:]))
@@ -78,9 +87,10 @@ class Worth:
         alive_now = Counter((class_id, max(group_of(age), first)) for class_id, age in alive)
         for c in range(len(self.factors)):
             self.compare(c, first, alive_now, elapsed)
-        self.hits_then, self.alive_then = self.uses - self.in_hbm, alive_now
+        self.hits_then = {place: num - self.elsewhere[place] for place, num in self.uses.items()}
+        self.alive_then = alive_now
         self.runs.clear()
-        uses, in_hbm, ends = (pooled(counts, first) for counts in (self.uses, self.in_hbm, self.ends))
+        uses, elsewhere, ends = (pooled(counts, first) for counts in (self.uses, self.elsewhere, self.ends))
         for class_id, age in alive:
             for c in of_its_pool(class_id):
                 ends[c, max(group_of(age), first)] += 1
@@ -98,9 +108,9 @@ class Worth:
             for c in classes:
                 prior = min(common * self.factors[c] / mean, lifetimes.MAX_PRIOR)
                 chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes.MAX_HAZARD)
-            common = (sum(used) - sum(in_hbm[c, group] for c in classes) + weight) / (sum(used) + weight)
+            common = (sum(used) - sum(elsewhere[c, group] for c in classes) + weight) / (sum(used) + weight)
             for c in classes:
-                shares[c, group] = (used[c] - in_hbm[c, group] + weight * common) / (used[c] + weight)
+                shares[c, group] = (used[c] - elsewhere[c, group] + weight * common) / (used[c] + weight)
         for c in classes:
             for group in range(first, last + 1):
                 self.table[c, group] = best_rate(chances, shares, c, group, first, last)
@@ -121,11 +131,13 @@ class Worth:
 
     def compare(self, c: int, first: int, alive_now: Counter[tuple[int, int]], elapsed: int) -> None:
         """The evidence that age does not matter, from the ages at which chunks of a class were used."""
-        uses: Counter[int] = Counter()
+        uses: defaultdict[int, float] = defaultdict(float)
         used_runs: Counter[int] = Counter()
         exposure: defaultdict[int, float] = defaultdict(float)
         for group in range(NUM_GROUPS):
-            uses[max(group, first)] += self.uses[c, group] - self.in_hbm[c, group] - self.hits_then[c, group]
+            uses[max(group, first)] += (
+                self.uses[c, group] - self.elsewhere[c, group] - self.hits_then.get((c, group), 0)
+            )
             used_runs[max(group, first)] += self.runs[c, group]
             alive = (self.alive_then[c, group] + alive_now[c, group]) / 2
             exposure[max(group, first)] += alive * elapsed * self.shares[c, group]
@@ -144,9 +156,9 @@ class Worth:
         return self.table[class_id, group_of(age)]
 
 
-def pooled(counts: Counter[tuple[int, int]], first: int) -> Counter[tuple[int, int]]:
+def pooled(counts: Mapping[tuple[int, int], float], first: int) -> defaultdict[tuple[int, int], float]:
     """For each class the counts of its pool; groups before `first` are not distinguished."""
-    found: Counter[tuple[int, int]] = Counter()
+    found: defaultdict[tuple[int, int], float] = defaultdict(float)
     for (class_id, group), num in counts.items():
         for c in of_its_pool(class_id):
             found[c, max(group, first)] += num
@@ -154,7 +166,7 @@ def pooled(counts: Counter[tuple[int, int]], first: int) -> Counter[tuple[int, i
 
 
 def best_share(rate: float, shares, class_id: int, begin: int, first: int, last: int) -> float:
-    """The share of the uses that HBM does not serve, up to the optimal stopping age; uses come at this rate."""
+    """The share of the uses that others leave, up to the optimal stopping age; uses come at this rate."""
     best = uses = hits = 0.0
     for group in range(begin, last + 1):
         start = 0.0 if group == first else STARTS[group]
@@ -195,7 +207,7 @@ class SlowDensity:
     def is_resident(self, key: ChunkKey | None) -> bool:
         return key in self.chunks and self.chunks[key].resident
 
-    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0) -> int:
+    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0, num_in_storage: int = 0) -> int:
         """Returns how many chunks were found."""
         self.use_id += 1
         self.now += len(prompt)
@@ -205,7 +217,7 @@ class SlowDensity:
         for _ in range(num_resident + sum(not self.is_resident(key) for key in prompt) - self.size):
             self.evict_one(set(prompt))
         ended: list[tuple[int, int]] = []
-        num_ended_in_hbm = 0
+        num_ended_in_hbm = num_ended_in_storage = 0
         origin = 0
         for i, key in enumerate(prompt):
             chunk = self.chunks.get(key)
@@ -214,6 +226,7 @@ class SlowDensity:
             else:
                 ended.append((chunk.class_id, self.now - chunk.time))
                 num_ended_in_hbm += i < num_in_hbm
+                num_ended_in_storage += i < num_in_storage
                 newest = 1 / min(chunk.num_uses, run_classes.MANY_USES)
                 chunk.interval = (1 - newest) * chunk.interval + newest * math.log2(max(1, self.now - chunk.time))
                 chunk.num_uses += 1
@@ -221,7 +234,7 @@ class SlowDensity:
                 origin = min(chunk.num_uses.bit_length(), run_classes.NUM_ORIGINS - 1)
             chunk.time, chunk.use_id, chunk.resident = self.now, self.use_id, True
             self.ghosts.pop(key, None)
-        self.worth.end(ended, used=True, num_in_hbm=num_ended_in_hbm)
+        self.worth.end(ended, used=True, num_in_hbm=num_ended_in_hbm, num_in_storage=num_ended_in_storage)
         if len(prompt) > 1 and all(self.chunks[key].num_uses == 1 for key in prompt[-2:]):
             self.ends[prompt[-2]] = (self.use_id, prompt[-1])
         self.forget()

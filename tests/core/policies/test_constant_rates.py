@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.core.policies.traffic import Tier, chain, conversations
+from tests.core.policies.traffic import Tier, chain, conversations, questions
 from tests.inside.policy import lifetimes_of
 from tpu_offload.core.policies import POLICIES, constant_rates, density
 from tpu_offload.core.policies.constant_rates import ConstantRates, PartRates
@@ -115,14 +115,6 @@ def test_each_class_has_its_own_evidence_that_its_parts_differ() -> None:
 # --- in the policy --------------------------------------------------------------------------------
 
 
-def questions(seed: int) -> list[list]:
-    """About random documents, some more popular than others, at random times."""
-    rng = random.Random(seed)
-    documents = [chain(f"document {i}", rng.randint(3, 12)) for i in range(600)]
-    asked = rng.choices(documents, [(i + 1) ** -0.8 for i in range(600)], k=4000)
-    return [chain(f"question {i}", 1, document) for i, document in enumerate(asked)]
-
-
 def classes_found(tier: Tier) -> np.ndarray:
     assert isinstance(tier.policy, DensityPolicy)
     return lifetimes_of(tier.policy).constant_rates.found()[0]
@@ -146,7 +138,7 @@ def test_a_run_that_a_request_uses_in_pieces_is_one_observation(num_in_hbm) -> N
         tier.index.touch(use, prompt, num_chunks)
     lifetimes = lifetimes_of(policy)
     assert lifetimes.all_uses.sum() == 20
-    assert lifetimes.all_in_hbm.sum() == num_in_hbm
+    assert lifetimes.all_elsewhere.sum() == num_in_hbm
     assert lifetimes.all_runs.sum() == 1
     tier.serve(prompt)
     assert lifetimes.all_runs.sum() == 2

@@ -118,7 +118,7 @@ def add(learnt: Lifetimes, lives: list[Life]) -> None:
     for life in lives:
         if life.end != "alive":
             used, in_hbm = life.end.startswith("used"), life.end == "used in HBM"
-            learnt.end(life.class_id, life.num_chunks, life.age, used=used, in_hbm=in_hbm)
+            learnt.end(life.class_id, life.num_chunks, life.age, used=used, elsewhere=float(in_hbm))
 
 
 def learn(learnt: Lifetimes, lives: list[Life]) -> None:
@@ -243,7 +243,7 @@ def test_where_age_does_not_matter_the_value_is_the_rate_of_use_times_the_part_t
         even = np.full((1, 2), 500.0)  # at two ages, of which the hazard rates predict only the first
         learnt.constant_rates.observe(even, even, 1000 * even, np.array([[0.001, 1e-9]]))
         for age in ages:
-            learnt.end(0, 1, age, used=True, in_hbm=learnt is behind and age < 1024)
+            learnt.end(0, 1, age, used=True, elsewhere=float(learnt is behind and age < 1024))
         learnt.learn([1], [[0.0]])
     assert (density(plain, [0, 100, 5000, 10**9]) == 0.001).all()
     young, half, old, older = density(behind, [0, 512, 5000, 10**9])[:, 0]
@@ -255,7 +255,7 @@ def test_where_age_does_not_matter_the_value_is_the_rate_of_use_times_the_part_t
 def test_what_hbm_always_has_is_worth_little_however_often_it_is_used() -> None:
     learnt = Lifetimes((1.0, 1.0), half_life=10**9)
     for _ in range(3000):
-        learnt.end(0, 1, 100, used=True, in_hbm=True)
+        learnt.end(0, 1, 100, used=True, elsewhere=1.0)
         learnt.end(1, 1, 5000, used=True)
     learnt.learn([1], [[0.0] * 2])
     in_hbm, other = density(learnt, [1])[0]

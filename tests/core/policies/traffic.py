@@ -17,10 +17,10 @@ class Tier:
         self.index.grow(Pool.CHUNKS, num_chunks)
         self.num_served = 0
 
-    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0) -> int:
+    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0, num_in_storage: int = 0) -> int:
         """Returns how many chunks were found."""
         self.index.tidy()  # as the scheduler does in each step
-        use = self.new_use(num_in_hbm)
+        use = self.new_use(num_in_hbm, num_in_storage)
         num_found = len(self.index.find(prompt))
         self.index.touch(use, prompt, num_found)
         self.save(use, prompt, len(prompt))
@@ -36,9 +36,9 @@ class Tier:
         self.index.shrink(Pool.CHUNKS, num_chunks)
         self.index.grow(Pool.CHUNKS, num_chunks)
 
-    def new_use(self, num_in_hbm: int = 0) -> Use:
+    def new_use(self, num_in_hbm: int = 0, num_in_storage: int = 0) -> Use:
         self.num_served += 1
-        return Use(self.num_served, num_in_hbm=num_in_hbm)
+        return Use(self.num_served, num_in_hbm=num_in_hbm, num_in_storage=num_in_storage)
 
     def save(self, use: Use, prompt: list[ChunkKey], end: int) -> None:
         """Saves what is missing of the first `end` chunks."""
@@ -79,3 +79,11 @@ def conversations(
         yield chain(f"end {i}", ends, going[place])
         if rng.random() > comes_back or len(going[place]) > 40:
             del going[place]
+
+
+def questions(seed: int) -> list[list[ChunkKey]]:
+    """About random documents, some more popular than others, at random times."""
+    rng = random.Random(seed)
+    documents = [chain(f"document {i}", rng.randint(3, 12)) for i in range(600)]
+    asked = rng.choices(documents, [(i + 1) ** -0.8 for i in range(600)], k=4000)
+    return [chain(f"question {i}", 1, document) for i, document in enumerate(asked)]

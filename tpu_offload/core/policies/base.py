@@ -19,20 +19,30 @@ class Use:
       use_id: increases from one use to the next; unique.
       priority: chunks that a request of higher priority used are kept longer than those that only lower ones used.
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
+      num_in_storage: how many leading chunks of its prompt were in storage tiers that are written before this tier
+        evicts; they may be here, or in HBM, as well.
       is_request: False for a save because HBM evicts blocks.
     """
 
-    __slots__ = ("is_request", "num_in_hbm", "priority", "use_id")
+    __slots__ = ("is_request", "num_in_hbm", "num_in_storage", "priority", "use_id")
 
     # Not a dataclass: the constructor of one is not compiled, and each request makes a use.
-    def __init__(self, use_id: int, priority: int = 0, num_in_hbm: int = 0, is_request: bool = True) -> None:
+    def __init__(
+        self, use_id: int, priority: int = 0, num_in_hbm: int = 0, is_request: bool = True, num_in_storage: int = 0
+    ) -> None:
         self.use_id: Final = use_id
         self.priority: Final = priority
         self.num_in_hbm: Final = num_in_hbm
         self.is_request: Final = is_request
+        self.num_in_storage: Final = num_in_storage
 
     def replace(
-        self, *, priority: int | None = None, num_in_hbm: int | None = None, is_request: bool | None = None
+        self,
+        *,
+        priority: int | None = None,
+        num_in_hbm: int | None = None,
+        is_request: bool | None = None,
+        num_in_storage: int | None = None,
     ) -> "Use":
         """The same use with other attributes; those that are None stay."""
         return Use(
@@ -40,11 +50,12 @@ class Use:
             self.priority if priority is None else priority,
             self.num_in_hbm if num_in_hbm is None else num_in_hbm,
             self.is_request if is_request is None else is_request,
+            self.num_in_storage if num_in_storage is None else num_in_storage,
         )
 
     def __repr__(self) -> str:
         others = f"priority={self.priority}, num_in_hbm={self.num_in_hbm}, is_request={self.is_request}"
-        return f"Use({self.use_id}, {others})"
+        return f"Use({self.use_id}, {others}, num_in_storage={self.num_in_storage})"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -42,6 +42,7 @@ from tpu_offload.types import ChunkKey
 TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 MIN_TRACKED = 2**13  # and at least
 END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
+STORAGE_WORTH = 0.75  # of a hit in storage, where one here is worth 1: to read takes a quarter of the time to compute
 
 
 @final
@@ -237,10 +238,14 @@ class DensityPolicy(EvictionPolicy):
         interval = math.log2(max(1, self._queues.now - run.time))
         run.interval += (interval - run.interval) / min(run.num_uses, MANY_USES)
         run.num_uses, run.use_id = run.num_uses + 1, use.use_id
-        # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again.
+        # If HBM served it, that is no hit of this tier, but begins a new lifetime too: HBM has the chunks again. If
+        # storage has it, only the time to read it would be saved.
+        elsewhere = 1.0 if run.depth < use.num_in_hbm else 0.0
+        if run.depth < use.num_in_storage and not elsewhere:
+            elsewhere = STORAGE_WORTH * min(1.0, (use.num_in_storage - run.depth) / len(run.keys))
         class_id = class_of(run.num_uses, run.interval, self._shortest)
         part = part_of_interval(class_id, interval, self._shortest)
-        self._queues.renew(run, part, in_hbm=run.depth < use.num_in_hbm)
+        self._queues.renew(run, part, elsewhere=elsewhere)
         self._place_and_track(run)
         return run
 

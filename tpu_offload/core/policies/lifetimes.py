@@ -9,7 +9,8 @@ while, so that the statistics of a class do not depend on how long its chunks we
 HBM serves part of the uses. How requests come is one question, whether HBM still has the chunk then is another: so the
 hazard rates are those of all uses, and for each class and age the share of the uses that HBM left to this tier is
 learned beside them. A use that HBM serves ends the lifetime without a hit (in the terms of survival analysis it is a
-competing risk, not censoring: a chunk that HBM always has never becomes one that HBM lacks).
+competing risk, not censoring: a chunk that HBM always has never becomes one that HBM lacks). A use for which storage
+has the chunk counts as a part of a hit: what this tier saves then is the time to read it.
 
 The value of a chunk is its hit density: expected uses per unit of space and time until then (Beckmann, Chen and Cidon,
 "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), up to the optimal stopping age, at which that
@@ -65,8 +66,9 @@ class Lifetimes:
       num_classes: with parts.
       densities: the hit densities of all classes and ages, as last estimated: expected uses per chunk of space and unit
         of time. `first_density` says where those of an age are. Flat, because loops read single ones.
-      all_uses, all_in_hbm, all_ends: float64[classes, age groups], chunks whose lifetimes ended at that age: by a use,
-        by one that HBM served, and at all. Halved in weight after each half-life.
+      all_uses, all_elsewhere, all_ends: float64[classes, age groups], chunks whose lifetimes ended at that age: by a
+        use, by one for which other tiers had them, as far as that is as good, and at all. Halved in weight after each
+        half-life.
       all_ages: the same shape, the sum of the ages at which all these lifetimes ended.
       all_runs: the same shape, the runs that were used since the last estimate and that HBM lacked.
       constant_rates: the classes in which age does not matter.
@@ -93,15 +95,15 @@ class Lifetimes:
         self._num_ended = 0
         # `array`s for counting single events, with numpy views of all counts.
         counters = [array("d", [0.0]) * (num_classes * _NUM_GROUPS) for _ in range(5)]
-        self._uses, self._in_hbm, self._ends, self._ages, self._runs = counters
-        self.all_uses, self.all_in_hbm, self.all_ends, self.all_ages, self.all_runs = (
+        self._uses, self._elsewhere, self._ends, self._ages, self._runs = counters
+        self.all_uses, self.all_elsewhere, self.all_ends, self.all_ages, self.all_runs = (
             np.frombuffer(counts).reshape(num_classes, _NUM_GROUPS) for counts in counters
         )
         self._run_size = 1.0  # chunks, a running mean
         self.densities = array("d", [0.0]) * (_NUM_GROUPS * num_classes)
         self._density = np.frombuffer(self.densities).reshape(_NUM_GROUPS, num_classes)
-        # As of the last estimate, by class and age group: chunks alive, chunks times time so far, uses that HBM did not
-        # serve, predicted rates of all uses, and the share of the uses that HBM leaves to this tier.
+        # As of the last estimate, by class and age group: chunks alive, chunks times time so far, uses less what
+        # other tiers give, predicted rates of all uses, and the share of the uses that is left to this tier.
         self._alive_then, self._lived_then, self._hits_then = (np.zeros_like(self.all_uses) for _ in range(3))
         self._rates, self._shares = np.ones_like(self.all_uses), np.ones_like(self.all_uses)
         self.constant_rates = ConstantRates(num_classes)
@@ -109,7 +111,7 @@ class Lifetimes:
         self.learn([1], [[0.0] * num_classes])
 
     def end(
-        self, class_id: int, num_chunks: int, age: int, *, used: bool, in_hbm: bool = False, goes_on: bool = False
+        self, class_id: int, num_chunks: int, age: int, *, used: bool, elsewhere: float = 0.0, goes_on: bool = False
     ) -> None:
         """Lifetimes of chunks of one run end at an age: by a use, or censored.
 
@@ -118,7 +120,7 @@ class Lifetimes:
           num_chunks: how many.
           age: in chunks used since they began.
           used: whether a use ended them.
-          in_hbm: whether HBM served that use.
+          elsewhere: how much of what a hit here is worth other tiers give for that use: 1 if HBM served it.
           goes_on: whether they belong to the run that was used last: a request may use a run in pieces.
         """
         place = class_id * _NUM_GROUPS + bisect(AGES, float(age))  # floats are compared faster with each other
@@ -126,9 +128,9 @@ class Lifetimes:
         self._ages[place] += num_chunks * age
         if used:
             self._uses[place] += num_chunks
-            if in_hbm:
-                self._in_hbm[place] += num_chunks
-            else:
+            if elsewhere:
+                self._elsewhere[place] += num_chunks * elsewhere
+            if elsewhere < 1.0:
                 self._runs[place] += not goes_on
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
@@ -155,9 +157,9 @@ class Lifetimes:
         lived_now = counts_alive @ np.clip(np.subtract.outer(ages, _STARTS), 0.0, _WIDTHS)
         all_alive = self._whole @ alive_now
         if elapsed:
-            hits = self.all_uses - self.all_in_hbm - self._hits_then
+            hits = self.all_uses - self.all_elsewhere - self._hits_then
             exposure = (self._alive_then + all_alive) / 2 * elapsed
-            exposure *= self._shares  # as far as HBM has none of them
+            exposure *= self._shares  # as far as others have none of them
             observed = self._whole @ hits, self._whole @ self.all_runs, exposure
             uses, runs, exposure = (_from(counts, first) for counts in observed)
             rates = self._rates[:, first:]
@@ -168,14 +170,14 @@ class Lifetimes:
         self.all_runs[:] = 0
         if self._num_ended >= self._half_life:
             self._num_ended = 0
-            for counts in (self.all_uses, self.all_in_hbm, self.all_ends, self.all_ages):
+            for counts in (self.all_uses, self.all_elsewhere, self.all_ends, self.all_ages):
                 counts /= 2
             self.constant_rates.halve()
             self.part_rates.halve()
-        self._alive_then, self._hits_then = all_alive, self.all_uses - self.all_in_hbm
+        self._alive_then, self._hits_then = all_alive, self.all_uses - self.all_elsewhere
         self._lived_then = lived_now + self._ended_lived()
         ends = self._pooled @ (self.all_ends + alive_now)
-        self._estimate(self._pooled @ self.all_uses, self._pooled @ self.all_in_hbm, ends, first)
+        self._estimate(self._pooled @ self.all_uses, self._pooled @ self.all_elsewhere, ends, first)
 
     def _part_exposure(self, alive: _Floats, lived: _Floats, elapsed: int, first: int) -> _Floats:
         """Chunks of parts that HBM lacks times the time that they spent in each age group since the last estimate.
@@ -201,16 +203,16 @@ class Lifetimes:
         differ: list[bool] = self.part_rates.found().tolist()
         return differ
 
-    def _estimate(self, uses: _Floats, in_hbm: _Floats, ends: _Floats, first: int) -> None:
+    def _estimate(self, uses: _Floats, elsewhere: _Floats, ends: _Floats, first: int) -> None:
         """Estimates rates and hit densities by age group; those before `first` are not distinguished."""
-        uses, in_hbm, ends, widths = (_from(counts, first) for counts in (uses, in_hbm, ends, _WIDTHS))
+        uses, elsewhere, ends, widths = (_from(counts, first) for counts in (uses, elsewhere, ends, _WIDTHS))
         end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing older was observed
-        uses, in_hbm, ends, widths = uses[:, :end], in_hbm[:, :end], ends[:, :end], widths[:end]
+        uses, elsewhere, ends, widths = uses[:, :end], elsewhere[:, :end], ends[:, :end], widths[:end]
         reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # censored ones count half
         hazard = self._hazard(uses, reached)
         left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
-        used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, in_hbm)
+        used, space, share = before * hazard, (before + left) / 2 * widths, self._share(uses, elsewhere)
         num = len(self._factors)
         differ = self.part_rates.found()[self._class_of[num:]]
         is_own = np.append(np.full(num, True), differ)  # else the value of its class
@@ -229,19 +231,19 @@ class Lifetimes:
             table[first : last + 1] = values
             table[:first] = table[first]
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
-        self._shares[:, last + 1 :] = 1.0  # HBM lacks what is so old
+        self._shares[:, last + 1 :] = 1.0  # others lack what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
         self._density[:, ~is_own] = self._density[:, self._class_of[~is_own]]
 
-    def _share(self, uses: _Floats, in_hbm: _Floats) -> _Floats:
-        """The share of the uses that HBM does not serve, by class and age group; exactly 1 without HBM.
+    def _share(self, uses: _Floats, elsewhere: _Floats) -> _Floats:
+        """The share of the uses that is left to this tier, by class and age group; exactly 1 without other tiers.
 
-        The prior is that of all classes together, because what HBM still has depends on its age most of all.
+        The prior is that of all classes together, because what others still have depends on its age most of all.
         """
         weight = PRIOR_RUNS * self._run_size
         num = len(self._factors)
-        common = 1 - in_hbm[:num].sum(0) / (uses[:num].sum(0) + weight)
-        share: _Floats = 1 - (in_hbm + weight * (1 - common)) / (uses + weight)
+        common = 1 - elsewhere[:num].sum(0) / (uses[:num].sum(0) + weight)
+        share: _Floats = 1 - (elsewhere + weight * (1 - common)) / (uses + weight)
         return share
 
     def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:

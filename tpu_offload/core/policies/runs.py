@@ -228,13 +228,13 @@ class RunQueues:
         self.resize_run(run, -num_chunks)
         self.lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
-    def renew(self, run: Run, class_id: int, *, in_hbm: bool = False) -> None:
+    def renew(self, run: Run, class_id: int, *, elsewhere: float = 0.0) -> None:
         """A use ends a lifetime and begins the next: as `end` and `begin`, in one call because most calls are these.
 
         Args:
           run: the run.
           class_id: its class from now on.
-          in_hbm: whether HBM served that use.
+          elsewhere: see `Lifetimes.end`.
         """
         num_chunks, now, newest = len(run.keys), self._now, self.slices[-1]
         time_slice = run.slice
@@ -249,10 +249,9 @@ class RunQueues:
         newest.num_alive += num_chunks
         newest.begun += num_chunks * now
         begun = run.time, run.class_id
-        self.lifetimes.end(
-            run.class_id, num_chunks, now - run.time, used=True, in_hbm=in_hbm, goes_on=begun == self._last_used
-        )
-        if not in_hbm:
+        goes_on = begun == self._last_used
+        self.lifetimes.end(run.class_id, num_chunks, now - run.time, used=True, elsewhere=elsewhere, goes_on=goes_on)
+        if elsewhere < 1.0:
             self._last_used = begun
         if run.time != now:
             run.life += 1

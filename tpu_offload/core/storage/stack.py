@@ -74,8 +74,12 @@ class StorageStackPlanner:
 
     # Planning: see the methods of `StoragePlanner`.
 
-    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+    def observe(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+        if request.use.num_in_storage == first:
+            num_known = self._num_known(keys, first)
+            if num_known > first:
+                request.use = request.use.replace(num_in_storage=num_known)
         for tier in self._tiers:
             tier.observe(keys, first)
 
@@ -270,6 +274,17 @@ class StorageStackPlanner:
         return self._index.state(key) is not None or any(tier.records.knows(key) for tier in self._tiers)
 
     # Inside.
+
+    def _num_known(self, keys: Sequence[ChunkKey], first: int) -> int:
+        """How many leading chunks storage has, if it has those before `first`. O(those chunks)."""
+        stored = [tier.records.stored for tier in self._tiers if not tier.writes.demotes]
+        for end in range(first, len(keys)):
+            for of_tier in stored:
+                if keys[end] in of_tier:
+                    break
+            else:
+                return end
+        return len(keys)
 
     def _ended(self, job: Job) -> None:
         self._tiers[job.wire.tier_id].ended(job)
