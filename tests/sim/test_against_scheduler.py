@@ -266,7 +266,8 @@ def test_a_policy_is_told_the_same(tmp_path, stack, hbm):
     """Of each request how much of its prompt HBM and storage had; not what is there once the host tier evicts it."""
     trace = chat_trace(tmp_path, 8, most=27)
     hbm_result = simulate_hbm(trace, hbm) if hbm else no_hbm(trace)
-    simulated, real = {}, {}
+    simulated: dict[int, tuple[int, int]] = {}
+    real: dict[int, tuple[int, int]] = {}
     engine = Engine(functools.partial(ToldPolicy, real), num_chunks=40, storage=tuple(STACKS[stack]))
     for number, request in enumerate(trace.requests):
         hashes = hashes_of(trace, request.blocks[-1])
