@@ -152,9 +152,10 @@ class _Replay:
             tier.finish(keys)
 
     def _num_stored(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks the storage tiers have to which they were cascaded."""
-        tiers = [tier for tier in self._storage if not tier.demotes]
-        has = (any(key in tier for tier in tiers) for key in keys)
+        """How many leading chunks storage has, as a policy is told: 0 if a tier takes what the host tier evicts."""
+        if self._demotes:
+            return 0
+        has = (any(key in tier for tier in self._storage) for key in keys)
         return sum(itertools.takewhile(bool, has))
 
     def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:

@@ -76,7 +76,7 @@ class StorageStackPlanner:
 
     def observe(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
-        if request.use.num_in_storage == first:
+        if request.use.num_in_storage == first and not self._demoting:
             num_known = self._num_known(keys, first)
             if num_known > first:
                 request.use = request.use.replace(num_in_storage=num_known)
@@ -277,7 +277,7 @@ class StorageStackPlanner:
 
     def _num_known(self, keys: Sequence[ChunkKey], first: int) -> int:
         """How many leading chunks storage has, if it has those before `first`. O(those chunks)."""
-        stored = [tier.records.stored for tier in self._tiers if not tier.writes.demotes]
+        stored = [tier.records.stored for tier in self._tiers]
         for end in range(first, len(keys)):
             for of_tier in stored:
                 if keys[end] in of_tier:
