@@ -19,8 +19,8 @@ class Use:
       use_id: increases from one use to the next; unique.
       priority: chunks that a request of higher priority used are kept longer than those that only lower ones used.
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
-      num_in_storage: how many leading chunks of its prompt were in storage; they may be here, or in HBM, as well. 0 if a
-        storage tier takes what this tier evicts.
+      num_in_storage: how many leading chunks of its prompt were in storage; they may be here, or in HBM, as well. 0 if
+        a storage tier takes what this tier evicts.
       is_request: False for a save because HBM evicts blocks.
     """
 
