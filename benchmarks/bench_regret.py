@@ -30,7 +30,7 @@ from common import count, make_parser, print_table, write_json
 
 from tpu_offload.config import DEFAULT_EVICTION_POLICY, SaveEvent
 from tpu_offload.core.policies import POLICIES
-from tpu_offload.core.policies.density import STORAGE_WORTH
+from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
 from tpu_offload.sim.experiment import Case, Experiment, run_all
 from tpu_offload.sim.replay import TierSetup

@@ -143,6 +143,14 @@ class LoadCosts:
         is_slower = load_s is not None and load_s > recompute_s and not self._is_stale(self._promotions[tier_id])
         return 0.0 if is_slower else min(default_s, recompute_s)
 
+    def storage_worth(self, load_s: float | None, recompute_s: float | None, *, default: float) -> float:
+        """How much of the time to compute KV a read of it saves, by the two estimates; 0 if it would not be read."""
+        if self._mode is LoadMode.RECOMPUTE:
+            return 0.0
+        if load_s is None or not recompute_s:
+            return default
+        return max(0.0, 1 - load_s / recompute_s)
+
     def prefers_load(self, nbytes: int, *, first: int, end: int) -> bool:
         """Whether to load tokens `first` to `end - 1` of a prompt, of so many bytes, from the host tier."""
         if self._mode is not LoadMode.AUTO:

@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from tpu_offload.core.policies import constant_rates, density, lifetimes, run_classes, runs
+from tpu_offload.core.policies import base, constant_rates, density, lifetimes, run_classes, runs
 from tpu_offload.types import ChunkKey
 
 AGES = lifetimes.AGES
@@ -71,7 +71,7 @@ class Worth:
         num_elsewhere = max(num_in_hbm, num_in_storage)
         for elsewhere, some in (
             (1.0, lives[:num_in_hbm]),
-            (density.STORAGE_WORTH, lives[num_in_hbm:num_elsewhere]),
+            (base.STORAGE_WORTH, lives[num_in_hbm:num_elsewhere]),
             (0.0, lives[num_elsewhere:]),
         ):
             for (class_id, age), num in Counter(some).items():

@@ -14,7 +14,8 @@ from tests.grids import few
 from tests.inside.policy import lifetimes_of, prompt_ends, run_queues, run_table, tracked_runs
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
-from tpu_offload.core.policies.density import STORAGE_WORTH, DensityPolicy
+from tpu_offload.core.policies.base import STORAGE_WORTH
+from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.runs import Run
 from tpu_offload.types import ChunkKey, Pool
 

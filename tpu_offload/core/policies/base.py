@@ -8,6 +8,8 @@ from tpu_offload.core.chunk_table import Entries
 from tpu_offload.native import Given, mypyc_attr
 from tpu_offload.types import ChunkKey
 
+STORAGE_WORTH: Final = 0.75  # of a hit in storage while times are not measured, as if to read took a quarter of them
+
 
 @final
 class Use:
@@ -21,20 +23,29 @@ class Use:
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
       num_in_storage: how many leading chunks of its prompt were in storage; they may be here, or in HBM, as well. 0 if
         a storage tier takes what this tier evicts.
+      storage_worth: what a hit there is worth, where one here is worth 1: how much less time it takes to read these
+        chunks than to compute them, 0 if they would not be read.
       is_request: False for a save because HBM evicts blocks.
     """
 
-    __slots__ = ("is_request", "num_in_hbm", "num_in_storage", "priority", "use_id")
+    __slots__ = ("is_request", "num_in_hbm", "num_in_storage", "priority", "storage_worth", "use_id")
 
     # Not a dataclass: the constructor of one is not compiled, and each request makes a use.
     def __init__(
-        self, use_id: int, priority: int = 0, num_in_hbm: int = 0, is_request: bool = True, num_in_storage: int = 0
+        self,
+        use_id: int,
+        priority: int = 0,
+        num_in_hbm: int = 0,
+        is_request: bool = True,
+        num_in_storage: int = 0,
+        storage_worth: float = STORAGE_WORTH,
     ) -> None:
         self.use_id: Final = use_id
         self.priority: Final = priority
         self.num_in_hbm: Final = num_in_hbm
         self.is_request: Final = is_request
         self.num_in_storage: Final = num_in_storage
+        self.storage_worth: Final = storage_worth
 
     def replace(
         self,
@@ -43,6 +54,7 @@ class Use:
         num_in_hbm: int | None = None,
         is_request: bool | None = None,
         num_in_storage: int | None = None,
+        storage_worth: float | None = None,
     ) -> "Use":
         """The same use with other attributes; those that are None stay."""
         return Use(
@@ -51,11 +63,13 @@ class Use:
             self.num_in_hbm if num_in_hbm is None else num_in_hbm,
             self.is_request if is_request is None else is_request,
             self.num_in_storage if num_in_storage is None else num_in_storage,
+            self.storage_worth if storage_worth is None else storage_worth,
         )
 
     def __repr__(self) -> str:
         others = f"priority={self.priority}, num_in_hbm={self.num_in_hbm}, is_request={self.is_request}"
-        return f"Use({self.use_id}, {others}, num_in_storage={self.num_in_storage})"
+        storage = f"num_in_storage={self.num_in_storage}, storage_worth={self.storage_worth:g}"
+        return f"Use({self.use_id}, {others}, {storage})"
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -42,7 +42,6 @@ from tpu_offload.types import ChunkKey
 TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
 MIN_TRACKED = 2**13  # and at least
 END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
-STORAGE_WORTH = 0.75  # of a hit in storage, where one here is worth 1: to read takes a quarter of the time to compute
 
 
 @final
@@ -242,7 +241,7 @@ class DensityPolicy(EvictionPolicy):
         # storage has it, only the time to read it would be saved.
         elsewhere = 1.0 if run.depth < use.num_in_hbm else 0.0
         if run.depth < use.num_in_storage and not elsewhere:
-            elsewhere = STORAGE_WORTH * min(1.0, (use.num_in_storage - run.depth) / len(run.keys))
+            elsewhere = use.storage_worth * min(1.0, (use.num_in_storage - run.depth) / len(run.keys))
         class_id = class_of(run.num_uses, run.interval, self._shortest)
         part = part_of_interval(class_id, interval, self._shortest)
         self._queues.renew(run, part, elsewhere=elsewhere)

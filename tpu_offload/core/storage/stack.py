@@ -17,6 +17,7 @@ from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
@@ -79,7 +80,9 @@ class StorageStackPlanner:
         if request.use.num_in_storage == first and not self._demoting:
             num_known = self._num_known(keys, first)
             if num_known > first:
-                request.use = request.use.replace(num_in_storage=num_known)
+                request.use = request.use.replace(
+                    num_in_storage=num_known, storage_worth=self._worth(keys, first, num_known)
+                )
         for tier in self._tiers:
             tier.observe(keys, first)
 
@@ -285,6 +288,12 @@ class StorageStackPlanner:
             else:
                 return end
         return len(keys)
+
+    def _worth(self, keys: Sequence[ChunkKey], first: int, end: int) -> float:
+        """See `Use.storage_worth`."""
+        _, load_s = self.estimate(keys, first, end)
+        recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+        return self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
 
     def _ended(self, job: Job) -> None:
         self._tiers[job.wire.tier_id].ended(job)
