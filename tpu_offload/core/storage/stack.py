@@ -78,11 +78,7 @@ class StorageStackPlanner:
     def observe(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         if request.use.num_in_storage == first and not self._demoting:
-            num_known = self._num_known(keys, first)
-            if num_known > first:
-                request.use = request.use.replace(
-                    num_in_storage=num_known, storage_worth=self._worth(keys, first, num_known)
-                )
+            self._tell_stored(request, keys, first)
         for tier in self._tiers:
             tier.observe(keys, first)
 
@@ -278,22 +274,28 @@ class StorageStackPlanner:
 
     # Inside.
 
-    def _num_known(self, keys: Sequence[ChunkKey], first: int) -> int:
-        """How many leading chunks storage has, if it has those before `first`. O(those chunks)."""
-        stored = [tier.records.stored for tier in self._tiers]
-        for end in range(first, len(keys)):
-            for of_tier in stored:
-                if keys[end] in of_tier:
+    def _tell_stored(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
+        """Notes in the request's use which chunks storage has, and what that is worth; it has those before `first`.
+
+        O(the chunks that it has).
+        """
+        stored, counts = [tier.records.stored for tier in self._tiers], [0] * len(self._tiers)
+        for key in keys[first:]:
+            for tier_id, of_tier in enumerate(stored):
+                if key in of_tier:
+                    counts[tier_id] += 1  # the nearest tier is read
                     break
             else:
-                return end
-        return len(keys)
-
-    def _worth(self, keys: Sequence[ChunkKey], first: int, end: int) -> float:
-        """See `Use.storage_worth`."""
-        _, load_s = self.estimate(keys, first, end)
+                break
+        end = first + sum(counts)
+        if end == first:
+            return
+        times = [tier.reads.read_s(num) for tier, num in zip(self._tiers, counts, strict=True) if num]
+        known_times = [seconds for seconds in times if seconds is not None]
+        load_s = sum(known_times) if len(known_times) == len(times) else None
         recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
-        return self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
+        worth = self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
+        request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
 
     def _ended(self, job: Job) -> None:
         self._tiers[job.wire.tier_id].ended(job)
