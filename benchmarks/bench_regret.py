@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_part,
         nargs="+",
         default=[STORAGE_WORTH],
-        help="what a hit in storage counts, where one in the host tier counts 1; several for several counts",
+        help="what a hit in storage counts, where one in the host tier counts 1; of several each has a table",
     )
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
@@ -200,20 +200,24 @@ def _print(rows: list[dict[str, Any]], args: argparse.Namespace, worth: float) -
 
 
 def _share(text: str) -> float:
-    share = _part(text)
-    if share == 1:
+    share = _number(text)
+    if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a share, at least 0 and below 1")
     return share
 
 
 def _part(text: str) -> float:
-    try:
-        part = float(text)
-    except ValueError:
-        part = -1
+    part = _number(text)
     if not 0 <= part <= 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; expected a number from 0 to 1")
     return part
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1
 
 
 if __name__ == "__main__":

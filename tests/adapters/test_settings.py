@@ -377,6 +377,11 @@ def test_workers_of_engines_side_by_side_are_numbered(engine, stages, worker_id,
     assert holder_id(vllm_config, worker_id) == expected
 
 
+def test_engines_of_several_hosts_side_by_side(monkeypatch):
+    monkeypatch.setattr(settings, "count_hosts", lambda: 2)
+    assert holder_id(config(parallel={"data_parallel_index": 3}), 1) == 7
+
+
 def test_hosts_are_counted_under_ray_only(monkeypatch):
     from tpu_inference import envs
 

@@ -210,6 +210,7 @@ class RequestState:
         self.last_match.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
         self.rolling = None
         self.arrival.start_over()
+        self.use = self.use.replace(num_in_storage=0)
         self.can_save = False
 
     def mark_caches_lost(self) -> None:

@@ -92,11 +92,11 @@ class SavePlanner:
         self._counts = context.counts
         self._num_observed: dict[str, int] = {}  # by request id: its leading chunks that the policy has observed
         self._saves_on_compute = bool(policy.saves_on(SaveEvent.COMPUTE))
-        self._on_observed: Callable[[RequestState, Sequence[ChunkKey], int], None] | None = None
+        self._on_observed: Callable[[Sequence[ChunkKey], int], None] | None = None
         self._num_unchained = 0  # requests whose block hashes do not depend on the tokens before
 
-    def on_observed(self, call: Callable[[RequestState, Sequence[ChunkKey], int], None]) -> None:
-        """Registers the one callback for what the policy observes: a request, its chunks, and how many it knew."""
+    def on_observed(self, call: Callable[[Sequence[ChunkKey], int], None]) -> None:
+        """Registers the one callback for what the policy observes: chunks of a request, and how many it knew."""
         self._on_observed = call
 
     def read(self, changed: Iterable[ScheduledRequest]) -> Offers:
@@ -183,7 +183,7 @@ class SavePlanner:
             keys = request.keys if len(request.keys) == num_chunks else request.keys[:num_chunks]
             self._policy.observe(request.use, keys, num_observed)
             if self._on_observed is not None:
-                self._on_observed(request, keys, num_observed)
+                self._on_observed(keys, num_observed)
             self._num_observed[request.request_id] = num_chunks
 
     def num_used(self, request: RequestState) -> int:

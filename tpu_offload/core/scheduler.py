@@ -199,6 +199,7 @@ class OffloadScheduler:
         self._saves.clear_offer(request)  # it may be granted other blocks
         self._saves.observe(request, len(request.keys))
         if self._has_storage:
+            self._storage.note_stored(request)
             try:
                 self._storage.promote(request)
             except BaseException:  # a custom eviction policy may raise anything

@@ -24,7 +24,8 @@ class StorageSpec:
         deleted. A private tier holds no more, what earlier incarnations left included. Of a size in GB it is what fits
         if a record takes 64 bytes more, for an index.
       worker_id: the worker; each holds its own shards of the chunks, under the same keys. In a private tier each
-        data-parallel rank of a worker counts as one: what is stored is its own.
+        data-parallel rank of a worker counts as one, and so do the workers of other engines that are started with the
+        same settings: what is stored is its own.
       fingerprint: of the model and all else that the bytes depend on, 16 bytes in hex. A tier never gives back what was
         written under another one.
       options: `TPU_OFFLOAD_STORAGE_OPTIONS`, for the tier to interpret.

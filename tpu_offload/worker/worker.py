@@ -79,7 +79,7 @@ class OffloadWorker:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
       worker_id: included in every report; 0 to num_workers - 1.
       holder_id: numbers what the worker has in private storage tiers. Workers of several engines that are given the
-        same directory or prefix each need another one. None for worker_id.
+        same directory or prefix each need a different one. None for worker_id.
       clock: seconds, monotonic.
       available: free bytes of host memory; None measures them.
       fused: the engine runs the fused copies in its own step, so a path may be `fused`.

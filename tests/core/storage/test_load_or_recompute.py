@@ -6,7 +6,6 @@ import random
 import pytest
 
 from tests.core.fakes import LAYOUT, Clock
-from tests.core.policies.told import ToldPolicy
 from tests.grids import few
 from tests.storage.memory_tier import NAME
 from tpu_offload import (
@@ -21,8 +20,6 @@ from tpu_offload import (
 )
 from tpu_offload.config import LoadMode
 from tpu_offload.core.load_costs import LoadCosts, TwoTermFit
-from tpu_offload.core.policies import Use
-from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.types import BlockHash, JobKind
 
 BLOCKS_PER_CHUNK = 64
@@ -176,33 +173,6 @@ def test_never_a_tenth_slower_than_the_better_of_the_two(share, num_tokens):
         assert chosen < 0.7 * computed, "it is loaded"
     if share <= 0.3:
         assert stats.num_skipped_promotions > 0
-
-
-@pytest.mark.parametrize("mode", LoadMode)
-@pytest.mark.parametrize("share", [0.3, 2.0, 30.0])
-def test_an_eviction_policy_is_told_what_a_read_saves(share, mode):
-    """By the times that were measured. Where storage is not read, or slower, a hit there is worth nothing."""
-    uses: dict[int, Use] = {}
-    world = World(mode, rate=share * BREAK_EVEN, policy=functools.partial(ToldPolicy, uses))
-    world.warm_up()
-    num_tokens = 100 * CHUNK_TOKENS
-    for _ in range(2):
-        world.serve(1, num_tokens)
-    told = list(uses.values())[-1]
-    assert told.num_in_storage == 100
-    took_s = 4 * LATENCY_S + 100 * CHUNK_NBYTES / world.rate
-    expected = 0 if mode is LoadMode.RECOMPUTE else max(0, 1 - took_s / prefill_s(0, num_tokens))
-    assert told.storage_worth == pytest.approx(expected, abs=0.02)
-
-
-def test_before_times_are_measured_a_read_is_taken_to_save_three_quarters():
-    uses: dict[int, Use] = {}
-    world = World(LoadMode.AUTO, rate=BREAK_EVEN, policy=functools.partial(ToldPolicy, uses))
-    for _ in range(2):
-        world.serve(1, 4096)
-    first, second = uses.values()
-    assert (first.num_in_storage, second.num_in_storage) == (0, 4096 // CHUNK_TOKENS)
-    assert first.storage_worth == second.storage_worth == STORAGE_WORTH
 
 
 class NoisyWorld(World):

@@ -8,7 +8,7 @@ from tpu_offload.core.chunk_table import Entries
 from tpu_offload.native import Given, mypyc_attr
 from tpu_offload.types import ChunkKey
 
-STORAGE_WORTH: Final = 0.75  # of a hit in storage while times are not measured, as if to read took a quarter of them
+STORAGE_WORTH: Final = 0.75  # until times are measured: as if a read took a quarter of the time to compute
 
 
 @final
@@ -21,10 +21,10 @@ class Use:
       use_id: increases from one use to the next; unique.
       priority: chunks that a request of higher priority used are kept longer than those that only lower ones used.
       num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
-      num_in_storage: how many leading chunks of its prompt were in storage; they may be here, or in HBM, as well. 0 if
-        a storage tier takes what this tier evicts.
-      storage_worth: what a hit there is worth, where one here is worth 1: how much less time it takes to read these
-        chunks than to compute them, 0 if they would not be read.
+      num_in_storage: how many leading chunks of its prompt were in storage when it was matched; they may be here, or in
+        HBM, as well. 0 where a storage tier takes what this tier evicts, and for models with windows or states.
+      storage_worth: what a hit there is worth, where one here is worth 1: the share of the time to compute these chunks
+        that a read of them saves; 0 if they would not be read.
       is_request: False for a save because HBM evicts blocks.
     """
 

@@ -48,9 +48,9 @@ class ConstantRates:
         """Compares the predictions for a while with what happened.
 
         Args:
-          uses: float64[classes, age groups], chunks used that HBM lacked.
-          runs: the same shape, runs of such chunks that were used together.
-          exposure: the same shape, chunks of this age that HBM lacks, times time.
+          uses: float64[classes, age groups], chunks used, less what other tiers gave for these uses.
+          runs: the same shape, runs that were used together and that HBM lacked, those that storage has as well.
+          exposure: the same shape, chunks of this age times time, as far as other tiers lack them.
           rates: the same shape, the rates that were predicted by age, per chunk and time; above 0.
         """
         all_exposure = exposure.sum(1)

@@ -67,8 +67,8 @@ class Lifetimes:
       densities: the hit densities of all classes and ages, as last estimated: expected uses per chunk of space and unit
         of time. `first_density` says where those of an age are. Flat, because loops read single ones.
       all_uses, all_elsewhere, all_ends: float64[classes, age groups], chunks whose lifetimes ended at that age: by a
-        use, by one for which other tiers had them, as far as that is as good, and at all. Halved in weight after each
-        half-life.
+        use, what other tiers gave for these uses, in chunks that would have hit here, and at all. Halved in weight
+        after each half-life.
       all_ages: the same shape, the sum of the ages at which all these lifetimes ended.
       all_runs: the same shape, the runs that were used since the last estimate and that HBM lacked.
       constant_rates: the classes in which age does not matter.
@@ -180,7 +180,7 @@ class Lifetimes:
         self._estimate(self._pooled @ self.all_uses, self._pooled @ self.all_elsewhere, ends, first)
 
     def _part_exposure(self, alive: _Floats, lived: _Floats, elapsed: int, first: int) -> _Floats:
-        """Chunks of parts that HBM lacks times the time that they spent in each age group since the last estimate.
+        """Chunks of parts that others lack times the time that they spent in each age group since the last estimate.
 
         At ages that take longer to reach than the time since then: what is alive, on average of then and now. But a
         lifetime that got to a younger age may have begun and ended meanwhile, and few are at such an age at any one
@@ -231,7 +231,7 @@ class Lifetimes:
             table[first : last + 1] = values
             table[:first] = table[first]
             table[last:] = table[last] * (_ENDS[last] / _ENDS[last:, None])
-        self._shares[:, last + 1 :] = 1.0  # others lack what is so old
+        self._shares[:, last + 1 :] = 1.0  # others are taken to lack what is so old
         self._density[last:, is_constant] = self._density[last, is_constant]
         self._density[:, ~is_own] = self._density[:, self._class_of[~is_own]]
 

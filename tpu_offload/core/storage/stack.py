@@ -10,7 +10,7 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
@@ -75,10 +75,8 @@ class StorageStackPlanner:
 
     # Planning: see the methods of `StoragePlanner`.
 
-    def observe(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
+    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
-        if request.use.num_in_storage == first and not self._demoting:
-            self._tell_stored(request, keys, first)
         for tier in self._tiers:
             tier.observe(keys, first)
 
@@ -103,6 +101,32 @@ class StorageStackPlanner:
         """Chunks were saved; each tier that is written then takes those that it admits."""
         for tier in self._tiers:
             tier.writes.offer(keys)
+
+    def note_stored(self, request: RequestState) -> None:
+        """Notes in a request's use what storage has of its prompt, for eviction policies; for each match.
+
+        O(chunks that it has and had not at the last match). Not where a tier takes what the host tier evicts: there an
+        eviction loses nothing. Nor where requests never wait for storage, or with windows and states, where a prefix is
+        of use only with a checkpoint.
+        """
+        if self._demoting or self._checkpoints is not None or not self._wait_s:
+            return
+        first = end = request.use.num_in_storage
+        tiers = [tier for tier in self._tiers if tier.reads.are_admitted]
+        num_read: dict[StoragePlanner, int] = {}  # by tier that has some of them
+        for key in request.keys[first:]:
+            for tier in tiers:
+                if key in tier.records.stored:  # the nearest one is read
+                    num_read[tier] = num_read.get(tier, 0) + (key not in tier.records.promoting)
+                    break
+            else:
+                break
+            end += 1
+        if end > first:
+            worth = self._worth(num_read, first, end)
+            if first:
+                worth += (request.use.storage_worth - worth) * first / end
+            request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
 
     def promote(self, request: RequestState) -> None:
         """Plans a promotion of the chunks after those that the request's last match found, from one tier.
@@ -274,28 +298,14 @@ class StorageStackPlanner:
 
     # Inside.
 
-    def _tell_stored(self, request: RequestState, keys: Sequence[ChunkKey], first: int) -> None:
-        """Notes in the request's use which chunks storage has, and what that is worth; it has those before `first`.
-
-        O(the chunks that it has).
-        """
-        stored, counts = [tier.records.stored for tier in self._tiers], [0] * len(self._tiers)
-        for key in keys[first:]:
-            for tier_id, of_tier in enumerate(stored):
-                if key in of_tier:
-                    counts[tier_id] += 1  # the nearest tier is read
-                    break
-            else:
-                break
-        end = first + sum(counts)
-        if end == first:
-            return
-        times = [tier.reads.read_s(num) for tier, num in zip(self._tiers, counts, strict=True) if num]
-        known_times = [seconds for seconds in times if seconds is not None]
-        load_s = sum(known_times) if len(known_times) == len(times) else None
+    def _worth(self, num_read: Mapping[StoragePlanner, int], first: int, end: int) -> float:
+        """`Use.storage_worth` of the chunks `first` to `end - 1`, of which each tier has so many to read."""
+        load_s: float | None = 0.0
+        for tier, num in num_read.items():
+            seconds = tier.reads.read_s(num)
+            load_s = None if load_s is None or seconds is None else load_s + seconds
         recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
-        worth = self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
-        request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
+        return self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
 
     def _ended(self, job: Job) -> None:
         self._tiers[job.wire.tier_id].ended(job)
