@@ -83,6 +83,35 @@ def test_while_the_main_thread_blocks_in_an_import(tmp_path, signum):
     assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_while_a_command_imports_packages(tmp_path, signum):
+    """numpy is imported when the command runs, and its extension prints the traceback of what interrupts that."""
+    (tmp_path / "numpy.py").write_text(
+        "import time\n"
+        "try:\n"
+        "    print('importing', flush=True)\n"
+        "    time.sleep(600)\n"
+        "except BaseException as e:\n"
+        "    import traceback\n"
+        "    traceback.print_exc()\n"
+        "    raise ImportError('numpy failed to import') from e\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", entry_point(), "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    ) as process:
+        try:
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signum)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+
+
 INTERRUPTED_WHERE = """
 import gc, signal, time, weakref
 import click

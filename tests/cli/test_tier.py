@@ -184,6 +184,16 @@ def test_clear_with_an_input_that_is_closed_or_no_text(kv, redirect, status, say
     assert list(kv.rglob("*.kv"))
 
 
+@pytest.mark.parametrize("redirect", ["2>/dev/full", ">/dev/full 2>/dev/full"])
+def test_verify_that_can_write_nothing_finds_no_damage(kv, redirect):
+    """Status 1 would be damage, on a disk where only the log is full."""
+    command = f'exec "$0" -m tpu_offload.cli.main tier verify "$1" {redirect}'
+    process = subprocess.run(
+        ["sh", "-c", command, sys.executable, str(kv)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
+    )
+    assert process.returncode == 2
+
+
 def test_beside_a_running_engine(kv, tier, error_of):
     engine = open_tier(str(kv), worker_id=1)
     put(engine, short_key(9), 9)

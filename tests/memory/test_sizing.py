@@ -1,4 +1,5 @@
 import logging
+import os
 
 import pytest
 
@@ -83,6 +84,17 @@ def test_never_negative(cgroups):
 
 def test_malformed_files_are_no_limit(cgroups):
     assert cgroups({"a/memory.max": "soon", "a/memory.current": ""}, "0::/a\nnonsense\n") == 100 * GB
+
+
+@pytest.mark.parametrize("name", [b"\xff", "Größe".encode(), b"a:b"])
+def test_any_name_of_a_cgroup(tmp_path, name):
+    """Names are bytes, in any locale."""
+    listing, cgroup = tmp_path / "listing", tmp_path / "cgroup" / os.fsdecode(name)
+    cgroup.mkdir(parents=True)
+    for file, text in {"memory.max": f"{4 * GB}", "memory.current": f"{GB}", "memory.stat": ""}.items():
+        (cgroup / file).write_text(text)
+    listing.write_bytes(b"0::/" + name + b"\n")
+    assert available_nbytes(ram_nbytes=100 * GB, cgroup_root=tmp_path / "cgroup", process_cgroups=listing) == 3 * GB
 
 
 def test_this_machine_has_some():

@@ -192,10 +192,13 @@ def make_bucket(port: int, name: str) -> None:
 
 
 @contextlib.contextmanager
-def tls_proxy(port: int, certificate: Path, key: Path) -> Iterator[int]:
-    """A port with TLS in front of one without, until the end of the block."""
+def tls_proxy(port: int, certificate: Path, key: Path, *, clients: Path | None = None) -> Iterator[int]:
+    """A port with TLS in front of one without, until the end of the block; `clients` certify those that it accepts."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
+    if clients is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(clients)
     ends: list[socket.socket] = []
 
     def pump(source: socket.socket, target: socket.socket) -> None:

@@ -519,6 +519,19 @@ def test_without_direct_io_it_uses_the_page_cache(tmp_path, monkeypatch, caplog)
     tier.close()
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_an_error_and_no_lack_of_direct_io(tmp_path, monkeypatch, code):
+    real = os.open
+
+    def refuse(path, flags, *args):
+        if flags & os.O_DIRECT:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    expect_refused(tmp_path, rf"cannot be used \(OSError: .*{os.strerror(code)}")
+
+
 # --- damage -----------------------------------------------------------------------------------------
 
 

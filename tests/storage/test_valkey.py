@@ -662,6 +662,32 @@ def test_tls(server, tmp_path, caplog):
             assert "certificate" in refused(url(proxied, wrong, scheme="valkeys"), caplog)
 
 
+def test_a_server_that_does_not_accept_the_clients_certificate(server, tmp_path, caplog):
+    """It has TLS. What it says comes after the handshake, and valkey-glide does not tell it."""
+    for name in ("own", "client", "other"):
+        make_certificate(tmp_path, name)
+
+    def options(name):
+        mine = f"&cert_file={tmp_path}/{name}.pem&key_file={tmp_path}/{name}.key" if name else ""
+        return url(proxied, f"&ca_file={tmp_path}/own.pem{mine}", scheme="valkeys")
+
+    with servers.tls_proxy(
+        server.port, tmp_path / "own.pem", tmp_path / "own.key", clients=tmp_path / "client.pem"
+    ) as port:
+        proxied = servers.Server(lambda port: ())
+        proxied.port = port
+        for name in ("", "other"):
+            caplog.clear()
+            ValkeyTier(dataclasses.replace(SPEC, options=options(name))).close()
+            (warning,) = caplog.messages
+            assert warning.endswith("accept the client's certificate (cert_file, key_file)?")
+            with pytest.raises(OSError, match="accept the client's certificate"):
+                ValkeyTier.open_inspector(options(name))
+        with contextlib.closing(ValkeyTier(dataclasses.replace(SPEC, options=options("client")))) as tier:
+            write(tier, key_of(1), 1)
+            assert read(tier, key_of(1)) == payload(1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -691,7 +717,10 @@ def test_tls(server, tmp_path, caplog):
         ("valkey://host:1?password_file=/no/such/file", "a file that can be read"),
         ("valkey://host:1?password_file=/dev/null", "password_file is empty"),
         ("valkey://host:1?user=bob&password_file=/dev/null", "password_file is empty"),
-        ("valkey://host:1?ca_file=/dev/null", "can"),
+        ("valkeys://host:1?ca_file=/dev/null", "ca_file has no certificate"),
+        (f"valkeys://host:1?cert_file={__file__}", "cert_file and key_file belong together"),
+        (f"valkeys://host:1?key_file={__file__}", "cert_file and key_file belong together"),
+        (f"valkey://host:1?key_file={__file__}", "certificates without TLS"),
         ("valkey://no-such-host.invalid:1", "failed to lookup address"),
     ],
 )

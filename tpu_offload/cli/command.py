@@ -70,13 +70,22 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
 
 
 def _interrupted(prog: str) -> int:
-    sys.stderr.write(f"{prog}: interrupted\n")
+    _say(f"{prog}: interrupted\n")
     return INTERRUPTED
 
 
 def _fail(prog: str, message: str) -> int:
-    sys.stderr.write(f"{prog}: error: {' '.join(message.split())}\n")
+    _say(f"{prog}: error: {' '.join(message.split())}\n")
     return 2
+
+
+def _say(line: str) -> None:
+    """Writes to stderr. On a full disk the line is lost; an exception would end the process with 1, a finding."""
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # for what is still to be written
 
 
 def end_process(status: int) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from tpu_offload.cli.files import output_file, write_json
+from tpu_offload.cli.interrupts import ended_by_interrupt
 from tpu_offload.cli.options import Command, option
 from tpu_offload.errors import InputError
 
@@ -33,7 +34,8 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
     One line a check. Status 0 if nothing is wrong, 1 with an error. Storage tiers are written to, beside what they
     hold.
     """
-    from tpu_offload.doctor import Level, examine, installed_versions
+    with ended_by_interrupt("tpu-offload"):
+        from tpu_offload.doctor import Level, examine, installed_versions
 
     start_s = time.monotonic()
     findings = []

@@ -77,8 +77,40 @@ def interrupt_once() -> None:
 
 def was_interrupted() -> bool:
     """Whether a signal has come since `interrupt_once`; while C extensions are imported it becomes an ImportError."""
+    once = _interrupts()
+    return once is not None and once.num_signals > 0
+
+
+def _interrupts() -> _InterruptOnce | None:
     once = getattr(signal.getsignal(signal.SIGALRM), "__self__", None)
-    return isinstance(once, _InterruptOnce) and once.num_signals > 0
+    return once if isinstance(once, _InterruptOnce) else None
+
+
+@contextlib.contextmanager
+def ended_by_interrupt(prog: str) -> Iterator[None]:
+    """While a command imports packages, a signal ends the process immediately, with the line of `run_command`.
+
+    numpy would print a traceback of the import that a KeyboardInterrupt ends. Does nothing without `interrupt_once`.
+
+    Args:
+      prog: the program's name.
+    """
+
+    def end(signum: int, frame: types.FrameType | None) -> None:
+        try:
+            os.write(2, f"{prog}: interrupted\n".encode())
+        finally:
+            os._exit(INTERRUPTED)
+
+    is_handled = _interrupts() is not None
+    before = {s: h for s in _SIGNALS if is_handled and (h := signal.getsignal(s)) is not signal.SIG_IGN}
+    for signum in before:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager

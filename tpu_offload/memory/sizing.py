@@ -5,6 +5,7 @@ process's cgroup and of all its ancestors count as well.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -139,6 +140,6 @@ def _headroom(directory: Path, limit_name: str, usage_name: str, cache_name: str
 def _read(path: Path) -> str:
     """The text of a kernel file; empty if it does not exist or is not readable."""
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())  # a cgroup's name may be no text
     except OSError:
         return ""

@@ -169,7 +169,9 @@ class Segment:
         """Bypasses the page cache if a page can be read and written that way."""
         try:
             direct = Descriptor(path, os.O_DIRECT)
-        except OSError:
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE):  # says nothing of the file system
+                raise
             return
         page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
         try:

@@ -143,13 +143,11 @@ class ValkeyTier(StorageTier):
             return
         if not any(sign in str(error) for sign in _UNREACHABLE):
             raise ConfigError(f"{SETTING}: {self._where} cannot be used: {reason(error)}") from None
-        has_ended = any(sign in str(error) for sign in _ENDED)
-        hint = "have" if self._server.use_tls else "expect" if has_ended else ""
         _logger.warning(
             "storage tier: %s does not answer (%s); it is used once it answers%s",
             self._where,
             reason(error),
-            f"; does it {hint} TLS?" if hint else "",
+            tls_hint(error, self._server),
         )
 
     def _check_permissions(self) -> None:
@@ -390,6 +388,20 @@ def explained(error: BaseException, server: ServerOptions) -> BaseException:
         except OSError as e:
             return e
     return error
+
+
+def tls_hint(error: BaseException, server: ServerOptions) -> str:
+    """What to look at if a connection ends, or nothing is said: one end may have TLS and the other not.
+
+    A server that does not accept the client's certificate, or misses it, says so after the handshake of TLS 1.3, and
+    valkey-glide tells only that the connection has ended.
+    """
+    has_ended = any(sign in str(error) for sign in _ENDED)
+    if not server.use_tls:
+        return "; does it expect TLS?" if has_ended else ""
+    if has_ended:
+        return "; does it have TLS, and accept the client's certificate (cert_file, key_file)?"
+    return "; does it have TLS?" if "timed out" in str(error) else ""
 
 
 def new_generation() -> str:

@@ -21,6 +21,7 @@ from tpu_offload.storage.valkey import (
     new_generation,
     reason,
     scan_names,
+    tls_hint,
 )
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
@@ -48,14 +49,16 @@ class ValkeyInspector(StoreInspector):
         url.text("ttl_s")  # of writes
         self._server = server_options(url)
         self._client: Client = self._call(connector(self._server))
-        self._call(lambda: check_kind(self._client, self.where))
+        self._call(lambda: check_kind(self._client, self.where), is_first=True)
 
-    def _call[T](self, call: Callable[[], T]) -> T:
+    def _call[T](self, call: Callable[[], T], *, is_first: bool = False) -> T:
         try:
             with _without_its_own_lines():
                 return call()
         except GlideError as e:
-            raise OSError(f"{self.where}: {reason(explained(e, self._server))}") from e
+            error = explained(e, self._server)
+            hint = tls_hint(error, self._server) if is_first else ""
+            raise OSError(f"{self.where}: {reason(error)}{hint}") from e
 
     def _names(self) -> Iterator[list[bytes]]:
         batches = scan_names(self._client, PREFIX.encode() + b"*")

@@ -57,7 +57,7 @@ def server_options(options: UrlOptions) -> ServerOptions:
     password = (file or b"").decode(errors="replace").rstrip("\r\n")
     timeout_s = options.number("timeout_s", 2.0, least=0.01, most=3600)
     connect_timeout_s = options.number("connect_timeout_s", 1.0, least=0.01, most=3600)
-    certificates = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
+    certificates = authorities, own, key = options.file("ca_file"), options.file("cert_file"), options.file("key_file")
     options.end()
     if file is not None and not password:
         raise ConfigError(f"{SETTING}: password_file is empty; expected a file with a password")
@@ -65,6 +65,10 @@ def server_options(options: UrlOptions) -> ServerOptions:
         raise ConfigError(f"{SETTING}: user={one_line(user)} without password_file")
     if any(certificates) and not use_tls:
         raise ConfigError(f"{SETTING}: certificates without TLS; expected {options.scheme}s://")
+    if authorities is not None and b"-----BEGIN CERTIFICATE-----" not in authorities:  # valkey-glide trusts nobody then
+        raise ConfigError(f"{SETTING}: ca_file has no certificate; expected a file with -----BEGIN CERTIFICATE-----")
+    if (own is None) != (key is None):
+        raise ConfigError(f"{SETTING}: cert_file and key_file belong together; expected both or neither")
     addresses = tuple(_address(options, text) for text in options.place.split(","))
     path = options.path.strip("/")
     if path and (is_cluster or not path.isdecimal() or len(path) > _MAX_DATABASE_DIGITS):
