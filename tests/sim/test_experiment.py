@@ -3,7 +3,11 @@
 import contextlib
 import dataclasses
 import multiprocessing
+import os
+import pickle
 import random
+import signal
+from multiprocessing import util as spawning
 
 import pytest
 
@@ -106,3 +110,30 @@ def test_a_process_that_is_killed(trace):
     with pytest.raises(InputError, match="--jobs 1"):
         list(results)
     assert experiment_module._experiment is None
+
+
+def test_a_process_that_is_killed_before_it_has_read_what_it_shall_do(trace, monkeypatch):
+    """As by SIGTERM to all processes of a service, or for want of memory. The parent must not write to it for ever."""
+    slow = dataclasses.replace(trace, requests=trace.requests * 50)
+    experiment = Experiment(slow, split=0, only_second=False, hbm_result=no_hbm(slow))
+    assert len(pickle.dumps(experiment)) > 2**17, "more than a pipe holds"
+    start = spawning.spawnv_passfds
+
+    def start_and_kill(path, args, fds):
+        pid = start(path, args, fds)
+        if any(b"spawn_main" in os.fsencode(arg) for arg in args):  # not that of semaphores
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def expire(number, frame):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(60)
+    try:
+        monkeypatch.setattr(spawning, "spawnv_passfds", start_and_kill)
+        with pytest.raises(InputError, match="--jobs 1"):
+            list(run_all(experiment, [Case("lru", 0.1, TierSetup(50))] * 100, num_jobs=2))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import mmap
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import final
+from multiprocessing import reduction
+from typing import Any, final
 
 from tpu_offload.core.policies import find_policy
 from tpu_offload.errors import InputError
@@ -152,7 +155,11 @@ def run_all(
         return
     # Not forked: threads of the caller (jax has some) may hold locks, and a forked child would deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(experiment,)) as pool, _ended():
+    with (
+        contextlib.closing(_Shared.write(experiment)) as shared,
+        ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(shared,)) as pool,
+        _ended(),
+    ):
         with deferred_interrupts():
             numbers = {pool.submit(_run, case): number for number, case in enumerate(cases)}
         try:
@@ -199,12 +206,50 @@ def deferred_interrupts() -> Iterator[None]:
             signal.raise_signal(pending[0])
 
 
+@final
+class _Shared:
+    """An experiment in a file in memory, whose descriptor goes to the processes.
+
+    As an argument itself it would go through a pipe while a process starts. If that one is killed meanwhile, the write
+    never ends, because this process has both ends of the pipe open.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def write(cls, experiment: Experiment) -> "_Shared":
+        """Writes the file."""
+        shared = cls(os.memfd_create("experiment"))
+        with open(shared._fd, "wb", closefd=False) as file:
+            pickle.dump(experiment, file, pickle.HIGHEST_PROTOCOL)
+        return shared
+
+    def read(self) -> Experiment:
+        """Reads it by position, because the processes share the one of the file."""
+        with mmap.mmap(self._fd, 0, prot=mmap.PROT_READ) as content:
+            experiment: Experiment = pickle.loads(content)
+        return experiment
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self._fd),)
+
+
+def _received(duplicate: Any) -> _Shared:
+    return _Shared(duplicate.detach())
+
+
 _experiment: Experiment | None = None  # in a process that `run_all` has started
 
 
-def _enter(experiment: Experiment) -> None:
+def _enter(shared: _Shared) -> None:
     global _experiment
-    _experiment = experiment
+    _experiment = shared.read()
+    shared.close()
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
