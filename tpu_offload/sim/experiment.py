@@ -160,9 +160,9 @@ def run_all(
         ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(shared,)) as pool,
         _ended(),
     ):
-        with deferred_interrupts():
-            numbers = {pool.submit(_run, case): number for number, case in enumerate(cases)}
         try:
+            with deferred_interrupts():
+                numbers = {pool.submit(_run, case): number for number, case in enumerate(cases)}
             for future in as_completed(numbers):
                 yield numbers[future], future.result()
         except BrokenProcessPool as e:
