@@ -32,21 +32,14 @@ def entry_point():
     return f"from {module} import {function}; {function}()"
 
 
-@pytest.mark.parametrize(
-    ("prog", "argv"),
-    [("tpu-offload", ("-c", entry_point(), "replay")), ("soak", ("-P", "-m", "tests.soak"))],
-    ids=["tpu-offload", "soak"],
-)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_while_modules_are_imported(tmp_path, signum, prog, argv):
-    (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+def expect_interrupted(modules, argv, signum, *, prog="tpu-offload"):
+    """A process imports a module from this directory, which prints that it is importing; a signal comes then."""
     with subprocess.Popen(
         [sys.executable, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"},
     ) as process:
         try:
             assert process.stdout.readline() == "importing\n"
@@ -55,6 +48,17 @@ def test_while_modules_are_imported(tmp_path, signum, prog, argv):
         finally:
             process.kill()
     assert (process.returncode, err) == (130, f"{prog}: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("prog", "argv"),
+    [("tpu-offload", ("-c", entry_point(), "replay")), ("soak", ("-P", "-m", "tests.soak"))],
+    ids=["tpu-offload", "soak"],
+)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_while_modules_are_imported(tmp_path, signum, prog, argv):
+    (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    expect_interrupted(tmp_path, argv, signum, prog=prog)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -67,20 +71,7 @@ def test_while_the_main_thread_blocks_in_an_import(tmp_path, signum):
         "print('importing', flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", entry_point(), "replay"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-    ) as process:
-        try:
-            assert process.stdout.readline() == "importing\n"
-            process.send_signal(signum)
-            _, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+    expect_interrupted(tmp_path, ("-c", entry_point(), "replay"), signum)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -96,20 +87,7 @@ def test_while_a_command_imports_packages(tmp_path, signum):
         "    traceback.print_exc()\n"
         "    raise ImportError('numpy failed to import') from e\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", entry_point(), "doctor"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-    ) as process:
-        try:
-            assert process.stdout.readline() == "importing\n"
-            process.send_signal(signum)
-            _, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+    expect_interrupted(tmp_path, ("-c", entry_point(), "doctor"), signum)
 
 
 INTERRUPTED_WHERE = """
