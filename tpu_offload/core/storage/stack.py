@@ -10,6 +10,7 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -114,14 +115,15 @@ class StorageStackPlanner:
         first = end = request.use.num_in_storage
         tiers = [tier for tier in self._tiers if tier.reads.are_admitted]
         num_read: dict[StoragePlanner, int] = {}  # by tier that has some of them
-        for key in request.keys[first:]:
-            for tier in tiers:
-                if key in tier.records.stored:  # the nearest one is read
-                    num_read[tier] = num_read.get(tier, 0) + (key not in tier.records.promoting)
+        while end < len(request.keys):
+            for tier in tiers:  # the nearest one is read, as far as it goes
+                run = list(itertools.takewhile(tier.records.stored.__contains__, request.keys[end:]))
+                if run:
                     break
             else:
                 break
-            end += 1
+            num_read[tier] = num_read.get(tier, 0) + len(run) - len(tier.records.promoting.intersection(run))
+            end += len(run)
         if end > first:
             worth = self._worth(num_read, first, end)
             if first:
