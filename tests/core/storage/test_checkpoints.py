@@ -11,6 +11,7 @@ from tests.inside.scheduler import (
     checkpoint_table,
     chunk_index,
     current_namespace,
+    request_table,
     storage_planner,
     storage_planners,
     tier_context,
@@ -148,6 +149,14 @@ def test_a_router_is_told_of_the_last_checkpoint_in_storage(num_rows):
     engine.hasher.extend(hashes, A)
     assert engine.scheduler.num_cached_tokens(hashes, num_tokens=len(A) + 1) == 6 * BLOCK_SIZE
     assert engine.scheduler.num_cached_tokens(hashes, num_tokens=6 * BLOCK_SIZE) < 6 * BLOCK_SIZE
+
+
+def test_an_eviction_policy_is_not_told_of_storage(num_rows):
+    """Its chunks alone are of no use: a prefix ends at a checkpoint, which may not be there."""
+    engine = away(num_rows=num_rows)
+    match(engine, "again", A)
+    assert storage_planner(engine.scheduler).records.knows(end_key(engine, A, 6))
+    assert request_table(engine.scheduler)["again"].use.num_in_storage == 0
 
 
 def test_chunks_without_a_checkpoint_are_not_read(num_rows):
