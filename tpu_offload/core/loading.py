@@ -233,7 +233,7 @@ class LoadPlanner:
         elif self._ends_at_a_pending_chunk(request):
             limit_s = storage.wait_s(request, self._config.save_wait_s)
         elif storage.promotes_target(request):
-            limit_s = storage.target_wait_s(request)
+            limit_s = storage.read_wait_s(request)
         elif request.last_match.awaits_checkpoint:
             limit_s = self._config.save_wait_s
         else:

@@ -26,9 +26,6 @@ _MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginni
 class TierNeighbors(Protocol):
     """What the planner of a tier knows of the others."""
 
-    def estimate(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[int, float | None]:
-        """How far from `first` on, at most to `end`, all tiers together have a prefix, and seconds to read it."""
-
     def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
         """Chunks have come from a tier; they are READY."""
 
@@ -88,7 +85,6 @@ class StorageReads:
         self._own_counts = own_counts
         self._clock = context.clock
         self._costs = context.costs
-        self._wait_s = context.config.storage_wait_s
         self._num_tiers = num_tiers
         self._records = records
         self._jobs = jobs
@@ -186,37 +182,26 @@ class StorageReads:
 
     # Estimates.
 
-    def wait_s(self, request: RequestState) -> float:
-        """How long a request waits for what is being promoted: not longer than computing takes, where that is known.
+    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
+        """Seconds to read what this tier has after the chunks that a match found, and to compute it."""
+        first = request.last_match.num_found_chunks
+        end, num_read = self.run(request.keys, first, min(len(request.keys), first + _MAX_ESTIMATED))
+        return self.read_s(num_read), self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
 
-        For all that the tiers have of the request together.
+    def run(self, keys: Sequence[ChunkKey], first: int, last: int) -> tuple[int, int]:
+        """Where the run of chunks ends that this tier has from `first` on, and how many of them are still to be read.
+
+        The others are being read. While promotions are suspended, it has only these.
         """
-        if request.arrival.storage_wait_s is None:
-            estimates = self._estimates(request, of_all_tiers=True)
-            request.arrival.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
-        return request.arrival.storage_wait_s
-
-    def _estimates(self, request: RequestState, *, of_all_tiers: bool = False) -> tuple[float | None, float | None]:
-        """Seconds to read what this tier, or all, have after the chunks that a match found, and to compute it."""
-        first, last = request.last_match.num_found_chunks, request.last_match.target_chunk or len(request.keys)
-        end, load_s = self.estimate(request.keys, first, last)
-        if of_all_tiers:
-            end, rest_s = self._neighbors.estimate(request.keys, end, last)
-            load_s = None if load_s is None or rest_s is None else load_s + rest_s
-        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
-
-    def estimate(self, keys: Sequence[ChunkKey], first: int, last: int) -> tuple[int, float | None]:
-        """Where the run of chunks ends that this tier has from `first` on, and seconds to read it."""
-        end, num_read = first, 0
-        stored, promoting = self._records.stored, self._records.promoting
-        while end < last and end - first < _MAX_ESTIMATED:
+        promoting, num_read = self._records.promoting, 0
+        stored: Container[ChunkKey] = self._records.stored if self.are_admitted else ()
+        for end in range(first, last):
             key = keys[end]
             if key not in promoting:
                 if key not in stored:
-                    break
+                    return end, num_read
                 num_read += 1
-            end += 1
-        return end, self.read_s(num_read)
+        return last, num_read
 
     def read_s(self, num_records: int) -> float | None:
         """Seconds to read so many records after those in flight; None if it is not known."""

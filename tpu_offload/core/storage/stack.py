@@ -10,8 +10,7 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
@@ -112,20 +111,11 @@ class StorageStackPlanner:
         """
         if self._demoting or self._checkpoints is not None or not self._wait_s:
             return
-        first = end = request.use.num_in_storage
-        tiers = [tier for tier in self._tiers if tier.reads.are_admitted]
-        num_read: dict[StoragePlanner, int] = {}  # by tier that has some of them
-        while end < len(request.keys):
-            for tier in tiers:  # the nearest one is read, as far as it goes
-                run = list(itertools.takewhile(tier.records.stored.__contains__, request.keys[end:]))
-                if run:
-                    break
-            else:
-                break
-            num_read[tier] = num_read.get(tier, 0) + len(run) - len(tier.records.promoting.intersection(run))
-            end += len(run)
+        first = request.use.num_in_storage
+        end, load_s = self.estimate(request.keys, first, len(request.keys))
         if end > first:
-            worth = self._worth(num_read, first, end)
+            recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+            worth = self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
             if first:
                 worth += (request.use.storage_worth - worth) * first / end
             request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
@@ -168,6 +158,14 @@ class StorageStackPlanner:
             request.last_match.target_chunk = 0
         return request.last_match.target_chunk
 
+    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
+        """Seconds to read what the tiers have after the chunks that a match found, and to compute it."""
+        if self._checkpoints is not None and request.last_match.target_chunk:
+            return self._target_estimates(request, self._checkpoints)
+        first = request.last_match.num_found_chunks
+        end, load_s = self.estimate(request.keys, first, len(request.keys))
+        return load_s, self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+
     def _target_estimates(
         self, request: RequestState, checkpoints: CheckpointPromotions
     ) -> tuple[float | None, float | None]:
@@ -184,13 +182,6 @@ class StorageStackPlanner:
         """Whether the pieces of a request's target are being read."""
         end = request.last_match.target_chunk
         return bool(end) and any(tier.reads.promotes_checkpoint(request.keys[end - 1]) for tier in self._tiers)
-
-    def target_wait_s(self, request: RequestState) -> float:
-        """How long a request waits for its target."""
-        if request.arrival.storage_wait_s is None and self._checkpoints is not None:
-            estimates = self._target_estimates(request, self._checkpoints)
-            request.arrival.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
-        return request.arrival.storage_wait_s or 0.0
 
     def num_reachable_tokens(self, request: RequestState) -> int:
         """Tokens at the beginning of a prompt that the host tier and storage have, as far as it is known.
@@ -230,15 +221,23 @@ class StorageStackPlanner:
                 tier.look_up_pieces(request, asked, first=first, end=end)
 
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:
-        """How long a request waits for the PENDING chunk after those found; `otherwise_s` if it is not being promoted.
-
-        For all that the tiers have of the request together.
-        """
+        """How long a request waits for the PENDING chunk after those found; `otherwise_s` if no tier is read for it."""
         key = request.keys[request.last_match.num_found_chunks]
         for tier in self._tiers:
             if key in tier.records.promoting:
-                return self.target_wait_s(request) if request.last_match.target_chunk else tier.reads.wait_s(request)
+                return self.read_wait_s(request)
         return otherwise_s
+
+    def read_wait_s(self, request: RequestState) -> float:
+        """How long a request waits for what is being read: not longer than computing takes, where that is known.
+
+        Once for all that the tiers have of the request together, or for what it lacks up to its target.
+        """
+        wait_s = request.arrival.storage_wait_s
+        if wait_s is None:
+            estimates = self._estimates(request)
+            wait_s = request.arrival.storage_wait_s = self._costs.storage_wait_s(*estimates, default_s=self._wait_s)
+        return wait_s
 
     @property
     def has_plans(self) -> bool:
@@ -277,17 +276,22 @@ class StorageStackPlanner:
 
         The nearest tier that has a chunk counts, with the run of chunks that it has. None if the time is not known.
         """
-        total_s = 0.0
-        while True:
+        num_read: dict[StoragePlanner, int] = {}
+        while first < end:
             for tier in self._tiers:
-                run_end, seconds = tier.reads.estimate(keys, first, end)
+                run_end, num = tier.reads.run(keys, first, end)
                 if run_end > first:
                     break
             else:
-                return first, total_s
+                break
+            first, num_read[tier] = run_end, num_read.get(tier, 0) + num
+        total_s = 0.0
+        for tier, num in num_read.items():
+            seconds = tier.reads.read_s(num)
             if seconds is None:
-                return run_end, None
-            first, total_s = run_end, total_s + seconds
+                return first, None
+            total_s += seconds
+        return first, total_s
 
     def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
         """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them."""
@@ -299,15 +303,6 @@ class StorageStackPlanner:
         return self._index.state(key) is not None or any(tier.records.knows(key) for tier in self._tiers)
 
     # Inside.
-
-    def _worth(self, num_read: Mapping[StoragePlanner, int], first: int, end: int) -> float:
-        """`Use.storage_worth` of the chunks `first` to `end - 1`, of which each tier has so many to read."""
-        load_s: float | None = 0.0
-        for tier, num in num_read.items():
-            seconds = tier.reads.read_s(num)
-            load_s = None if load_s is None or seconds is None else load_s + seconds
-        recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
-        return self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
 
     def _ended(self, job: Job) -> None:
         self._tiers[job.wire.tier_id].ended(job)
