@@ -52,8 +52,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a request waits for storage for ever",
-        "StorageReads.wait_s",
-        "return request.arrival.storage_wait_s",
+        "StorageStackPlanner.read_wait_s",
+        "return wait_s",
         "return 1e9",
     ),
     Mutation("a forced recompute loads", "LoadCosts._prefers", "return self._mode is LoadMode.LOAD", "return True"),
@@ -161,8 +161,8 @@ CHECKPOINT_MUTATIONS = (
     ),
     Mutation(
         "a request waits for its target for ever",
-        "StorageStackPlanner.target_wait_s",
-        "return request.arrival.storage_wait_s or 0.0",
+        "StorageStackPlanner.read_wait_s",
+        "return wait_s",
         "return 1e9",
     ),
     Mutation(

@@ -398,6 +398,36 @@ def test_a_request_waits_once_for_what_all_tiers_have():
     assert storage_stack_planner(engine.scheduler).estimate(engine.keys(B), 0, 4) == (0, 0.0)
 
 
+def test_an_estimate_goes_on_behind_what_takes_an_unknown_time():
+    engine = make(num_host_chunks=32)
+    engine.turn()
+    put(engine, 0, A, slice(0, 2))
+    put(engine, 1, A, slice(2, 3))
+    put(engine, 0, A, slice(3, 4))
+    stack, keys = storage_stack_planner(engine.scheduler), engine.keys(A)
+    assert stack.estimate(keys, 0, 4) == (4, None)
+    assert stack.estimate(keys, 0, 3) == (3, None)
+    costs = tier_context(engine.scheduler).costs
+    for num in (1, 2, 4):
+        costs.observe_promotion(0, num * LAYOUT.block_nbytes, num * 1.0)
+        costs.observe_promotion(1, num * LAYOUT.block_nbytes, num * 2.0)
+    end, seconds = stack.estimate(keys, 0, 4)
+    assert (end, seconds) == (4, pytest.approx(3 * 1.0 + 2.0, rel=0.01))
+
+
+def test_an_estimate_leaves_out_what_is_suspended_and_not_being_read():
+    engine = make(num_host_chunks=32, breaker_failures=1, breaker_retry_s=1e6)
+    engine.turn()
+    put(engine, 1, A)
+    engine.match("a", A)
+    assert reads(engine.scheduler.plan_step()) == [(1, 4)]
+    put(engine, 1, B)
+    storage_planners(engine.scheduler)[1].reads.breaker.failed(10**6, "the server is gone")
+    stack = storage_stack_planner(engine.scheduler)
+    assert stack.estimate(engine.keys(A), 0, 4) == (4, None)
+    assert stack.estimate(engine.keys(B), 0, 4) == (0, 0.0)
+
+
 def test_a_tier_that_is_slower_than_computing_is_passed_over_for_one_that_is_not():
     engine = make(num_host_chunks=32, load_mode="auto")
     engine.turn()

@@ -193,15 +193,15 @@ class StorageReads:
 
         The others are being read. While promotions are suspended, it has only these.
         """
-        promoting, num_read = self._records.promoting, 0
+        promoting, end = self._records.promoting, first
         stored: Container[ChunkKey] = self._records.stored if self.are_admitted else ()
-        for end in range(first, last):
+        while end < last:
             key = keys[end]
-            if key not in promoting:
-                if key not in stored:
-                    return end, num_read
-                num_read += 1
-        return last, num_read
+            if key not in stored and key not in promoting:
+                break
+            end += 1
+        num_promoting = len(promoting.intersection(keys[first:end])) if promoting else 0
+        return end, end - first - num_promoting
 
     def read_s(self, num_records: int) -> float | None:
         """Seconds to read so many records after those in flight; None if it is not known."""
