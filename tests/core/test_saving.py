@@ -439,9 +439,9 @@ class Uses(EvictionPolicy):
         self.lru = LRUPolicy()
         self.uses: list[Use] = []
 
-    def insert(self, use, keys, parent) -> None:
+    def insert(self, use, keys, parent, depth) -> None:
         self.uses.append(use)
-        self.lru.insert(use, keys, parent)
+        self.lru.insert(use, keys, parent, depth)
 
     def touch(self, use, keys, num_chunks, residents) -> None:
         self.uses.append(use)

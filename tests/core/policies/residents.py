@@ -52,6 +52,10 @@ class FakeResidents(Residents):
             step = self.parents[step]
         return chain[::-1]
 
+    def depth_after(self, parent: ChunkKey | None) -> int:
+        """How many resident chunks come before one that follows `parent`."""
+        return 0 if parent is None else len(self.prefix(parent))
+
     def num_evictable(self) -> int:
         left = dict(self.parents)
         while free := left.keys() - left.values() - self.blocked:
@@ -114,7 +118,7 @@ class _Counting(EvictionPolicy):
 
     def resize(self, num_chunks): ...
 
-    def insert(self, use, keys, parent): ...
+    def insert(self, use, keys, parent, depth): ...
 
     def remove(self, key, parent): ...
 

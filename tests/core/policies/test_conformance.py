@@ -60,8 +60,8 @@ def keys(prefix: str, num: int) -> list[ChunkKey]:
 def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
     chain = keys("a", 5)
     residents.add(chain)
-    policy.insert(new_use(), chain[:3], None)
-    policy.insert(new_use(), chain[3:], chain[2])
+    policy.insert(new_use(), chain[:3], None, 0)
+    policy.insert(new_use(), chain[3:], chain[2], 3)
     policy.touch(new_use(), chain, 5, residents)
     policy.evict(5, residents)
     assert residents.evicted == chain[::-1]
@@ -69,7 +69,7 @@ def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
 
 def test_evicts_no_more_than_requested(policy, residents) -> None:
     residents.add(keys("a", 10))
-    policy.insert(new_use(), keys("a", 10), None)
+    policy.insert(new_use(), keys("a", 10), None, 0)
     policy.evict(2, residents)
     assert len(residents.evicted) == 2
     policy.check_invariants(residents.leaves(), residents)
@@ -78,7 +78,7 @@ def test_evicts_no_more_than_requested(policy, residents) -> None:
 def test_a_blocked_chunk_stays_and_is_evicted_later(policy, residents) -> None:
     for name in "ab":
         residents.add(keys(name, 4))
-        policy.insert(new_use(), keys(name, 4), None)
+        policy.insert(new_use(), keys(name, 4), None, 0)
     residents.blocked = {b"a2", b"b3"}
     policy.evict(8, residents)
     assert residents.evicted == [b"a3"]
@@ -96,7 +96,7 @@ def test_a_blocked_chunk_keeps_its_place(make) -> None:
         for i in range(6):
             key = ChunkKey(b"%d" % i)
             residents.add([key])
-            policy.insert(Use(i), [key], None)
+            policy.insert(Use(i), [key], None, 0)
         residents.blocked = set(residents.parents)
         for _ in range(in_vain):
             policy.evict(3, residents)
@@ -112,7 +112,7 @@ def test_a_head_that_was_set_aside_and_then_used_is_recent_again(name, residents
     policy.resize(1000)
     for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         residents.add(chain)
-        policy.insert(new_use(), chain, None)
+        policy.insert(new_use(), chain, None, 0)
     for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         policy.touch(new_use(), chain, len(chain), residents)
     residents.blocked = set(chunk_keys("a1 b0"))
@@ -125,7 +125,7 @@ def test_a_head_that_was_set_aside_and_then_used_is_recent_again(name, residents
 
 def test_touch_skips_chunks_that_are_not_resident(policy, residents) -> None:
     residents.add(keys("a", 2))
-    policy.insert(new_use(), keys("a", 2), None)
+    policy.insert(new_use(), keys("a", 2), None, 0)
     policy.touch(new_use(), [b"a0", b"a1", b"gone", b"never used"], 3, residents)
     policy.touch(new_use(), [b"gone"], 1, residents)
     policy.check_invariants(residents.leaves(), residents)
@@ -147,12 +147,12 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, pr
         if back is not None and what < 0.2:
             parent = lost.pop(back)
             residents.add([back], parent=parent)
-            policy.insert(use, [back], parent)
+            policy.insert(use, [back], parent, residents.depth_after(parent))
         elif what < 0.4 or not known:
             chain = keys(f"{i}-", rng.randint(1, 5))
             parent = rng.choice([*known, None])
             residents.add(chain, parent=parent)
-            policy.insert(use, chain, parent)
+            policy.insert(use, chain, parent, residents.depth_after(parent))
         elif what < 0.6:
             gone = rng.choice(known)
             lost[gone] = parent = residents.parents.pop(gone)
@@ -177,9 +177,9 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, pr
 def test_chunks_can_be_evicted_one_by_one(policy, residents) -> None:
     for name in "abc":
         residents.add(keys(name, 7))
-        policy.insert(new_use(), keys(name, 7), None)
+        policy.insert(new_use(), keys(name, 7), None, 0)
         residents.add(keys(name + "x", 3), parent=f"{name}2".encode())
-        policy.insert(new_use(), keys(name + "x", 3), f"{name}2".encode())
+        policy.insert(new_use(), keys(name + "x", 3), f"{name}2".encode(), 3)
         policy.touch(new_use(), keys(name, 4), 4, residents)
     for num_left in reversed(range(30)):
         policy.evict(1, residents)
@@ -283,6 +283,6 @@ def test_a_policy_by_name_obeys_priorities(name, residents) -> None:
     policy.resize(10)
     for i, priority in enumerate((1, 0, 2)):
         residents.add(keys("abc"[i], 2))
-        policy.insert(new_use(priority), keys("abc"[i], 2), None)
+        policy.insert(new_use(priority), keys("abc"[i], 2), None, 0)
     policy.evict(6, residents)
     assert residents.evicted == [b"b1", b"b0", b"a1", b"a0", b"c1", b"c0"]

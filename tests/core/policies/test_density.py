@@ -158,7 +158,7 @@ def test_the_last_chunk_of_the_newest_prompt_is_not_evicted_early() -> None:
     policy.end_chance = 0.0
     for i, name in enumerate("ab"):
         residents.add(chain(name, 4))
-        policy.insert(Use(i), chain(name, 4), None)
+        policy.insert(Use(i), chain(name, 4), None, 0)
     policy.evict(2, residents)
     assert residents.evicted == [b"a/3", b"a/2"]
 
@@ -243,10 +243,10 @@ def test_a_use_that_leaves_a_run_inside_it_joins_nothing_to_its_end() -> None:
     shared, one, other = chunk_keys("s0 s1"), chunk_keys("a2"), chunk_keys("b2 b3")
     uses = [new_use() for _ in range(3)]
     residents.add(shared + one)
-    policy.insert(uses[0], shared + one, None)
+    policy.insert(uses[0], shared + one, None, 0)
     policy.touch(uses[1], shared, 2, residents)
     residents.add(other, shared[-1])
-    policy.insert(uses[1], other, shared[-1])
+    policy.insert(uses[1], other, shared[-1], len(shared))
     for keys in (shared + other, shared + one):
         policy.touch(uses[2], keys, len(keys), residents)
         policy.check_invariants(residents.leaves(), residents)

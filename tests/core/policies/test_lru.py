@@ -18,7 +18,7 @@ def test_the_prefix_used_longest_ago_is_evicted_first(residents) -> None:
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1"), chunk_keys("b0 b1")):
         residents.add(chain)
-        policy.insert(new_use(), chain, None)
+        policy.insert(new_use(), chain, None, 0)
     policy.touch(new_use(), chunk_keys("a0 a1"), 2, residents)
     policy.evict(4, residents)
     assert residents.evicted == chunk_keys("b1 b0 a1 a0")
@@ -27,9 +27,9 @@ def test_the_prefix_used_longest_ago_is_evicted_first(residents) -> None:
 def test_using_a_shared_head_keeps_it_longer_than_both_tails(residents) -> None:
     policy = LRUPolicy()
     residents.add(chunk_keys("s a"))
-    policy.insert(new_use(), chunk_keys("s a"), None)
+    policy.insert(new_use(), chunk_keys("s a"), None, 0)
     residents.add(chunk_keys("b"), parent=ChunkKey(b"s"))
-    policy.insert(new_use(), chunk_keys("b"), ChunkKey(b"s"))
+    policy.insert(new_use(), chunk_keys("b"), ChunkKey(b"s"), 1)
     policy.touch(new_use(), chunk_keys("s b"), 2, residents)
     policy.evict(3, residents)
     assert residents.evicted == chunk_keys("a b s")
@@ -39,7 +39,7 @@ def test_a_head_used_after_its_tail_outlives_chunks_used_in_between(residents) -
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1 a2"), chunk_keys("b0")):
         residents.add(chain)
-        policy.insert(new_use(), chain, None)
+        policy.insert(new_use(), chain, None, 0)
     policy.touch(new_use(), chunk_keys("a0 a1"), 2, residents)
     policy.evict(4, residents)
     assert residents.evicted == chunk_keys("a2 b0 a1 a0")
@@ -49,7 +49,7 @@ def test_a_head_used_after_its_tail_keeps_its_place_while_the_tail_is_blocked(re
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1 a2"), chunk_keys("b0")):
         residents.add(chain)
-        policy.insert(new_use(), chain, None)
+        policy.insert(new_use(), chain, None, 0)
     policy.touch(new_use(), chunk_keys("a0 a1"), 2, residents)
     residents.blocked = set(chunk_keys("a2 b0"))
     policy.evict(1, residents)
@@ -72,7 +72,7 @@ def test_agrees_with_the_definition(seed) -> None:
         if rng.random() < 0.6 and num_resident < len(prefix):
             parent = prefix[num_resident - 1] if num_resident else None
             residents.add(prefix[num_resident:], parent=parent)
-            policy.insert(new_use(), prefix[num_resident:], parent)
+            policy.insert(new_use(), prefix[num_resident:], parent, num_resident)
             num_resident = len(prefix)
         if num_resident:
             policy.touch(new_use(), prefix, len(prefix), residents)

@@ -1,11 +1,14 @@
 """Priorities: what is evicted first, what is raised, and that they cost nothing when not used."""
 
+import functools
 import random
 
 import pytest
 
-from tests.core.policies.residents import FakeResidents, new_use
-from tpu_offload.core.policies import POLICIES, EvictionPolicy, LRUPolicy, PriorityPolicy
+from tests.core.policies.residents import FakeResidents, chunk_keys, new_use
+from tests.core.policies.told import ToldPolicy
+from tests.inside.policy import lifetimes_of
+from tpu_offload.core.policies import POLICIES, DensityPolicy, EvictionPolicy, LRUPolicy, PriorityPolicy
 from tpu_offload.types import ChunkKey
 
 
@@ -24,7 +27,7 @@ def policy(request) -> PriorityPolicy:
 def test_a_use_of_higher_priority_raises_the_chunks_it_uses(policy, residents) -> None:
     for chain in ([b"a0", b"a1", b"a2"], [b"b0", b"b1"]):
         residents.add(chain)
-        policy.insert(new_use(), chain, None)
+        policy.insert(new_use(), chain, None, 0)
     policy.touch(new_use(1), [b"a0", b"a1", b"a2"], 2, residents)
     policy.check_invariants(residents.leaves(), residents)
     policy.evict(5, residents)
@@ -35,7 +38,7 @@ def test_a_use_of_higher_priority_raises_the_chunks_it_uses(policy, residents) -
 def test_a_use_of_lower_priority_lowers_nothing(policy, residents) -> None:
     for chain, priority in (([b"a0", b"a1"], 2), ([b"b0"], 1)):
         residents.add(chain)
-        policy.insert(new_use(priority), chain, None)
+        policy.insert(new_use(priority), chain, None, 0)
     for _ in range(3):
         policy.touch(new_use(), [b"a0", b"a1"], 2, residents)
     policy.evict(2, residents)
@@ -44,13 +47,61 @@ def test_a_use_of_lower_priority_lowers_nothing(policy, residents) -> None:
 
 def test_a_chunk_of_lower_priority_is_evicted_right_after_those_that_follow_it(policy, residents) -> None:
     residents.add([b"low"])
-    policy.insert(new_use(), [b"low"], None)
+    policy.insert(new_use(), [b"low"], None, 0)
     for tail in (b"x", b"y"):
         residents.add([tail], parent=b"low" if tail == b"x" else None)
-        policy.insert(new_use(1), [tail], b"low" if tail == b"x" else None)
+        policy.insert(new_use(1), [tail], b"low" if tail == b"x" else None, int(tail == b"x"))
     policy.evict(3, residents)
     order = residents.evicted
     assert order.index(b"low") == order.index(b"x") + 1
+
+
+class Depths(ToldPolicy):
+    """LRU that notes how deep each chunk was when it was inserted."""
+
+    def __init__(self, depths: dict[ChunkKey, int]) -> None:
+        super().__init__({})
+        self.depths = depths
+
+    def insert(self, use, keys, parent, depth) -> None:
+        self.depths.update(zip(keys, range(depth, depth + len(keys)), strict=True))
+        super().insert(use, keys, parent, depth)
+
+
+def test_chunks_behind_those_of_another_priority_have_their_depth(residents) -> None:
+    """Else HBM, which has the beginning of a prompt, would seem to have them too."""
+    depths: dict[ChunkKey, int] = {}
+    policy = PriorityPolicy(functools.partial(Depths, depths))
+    policy.resize(10)
+    shared, rest = chunk_keys("s0 s1 s2"), chunk_keys("r3 r4")
+    residents.add(shared)
+    policy.insert(new_use(2), shared, None, 0)
+    residents.add(rest, shared[-1])
+    policy.insert(new_use(), rest, shared[-1], 3)
+    expected = {key: i for i, key in enumerate(shared + rest)}
+    assert depths == expected
+    depths.clear()
+    policy.touch(new_use(1), shared + rest, 5, residents)
+    assert depths == {key: expected[key] for key in rest}, "they are raised"
+
+
+def test_a_run_behind_one_of_another_priority_is_not_taken_for_what_hbm_has() -> None:
+    made = []
+
+    def make() -> EvictionPolicy:
+        made.append(DensityPolicy())
+        return made[-1]
+
+    residents, policy = FakeResidents(), PriorityPolicy(make)
+    policy.resize(10)
+    shared, rest = chunk_keys("s0 s1 s2"), chunk_keys("r3 r4")
+    for priority, keys, parent, depth in ((2, shared, None, 0), (0, rest, shared[-1], 3)):
+        residents.add(keys, parent)
+        policy.insert(new_use(priority), keys, parent, depth)
+    policy.touch(new_use(0).replace(num_in_hbm=3), shared + rest, 5, residents)
+    low, high = map(lifetimes_of, made)
+    assert (low.all_uses.sum(), low.all_elsewhere.sum()) == (2, 0)
+    assert (high.all_uses.sum(), high.all_elsewhere.sum()) == (3, 3)
 
 
 def test_priorities_are_clamped(residents) -> None:
@@ -65,7 +116,7 @@ def test_priorities_are_clamped(residents) -> None:
     for i in range(500):
         key = ChunkKey(b"%d" % i)
         residents.add([key])
-        policy.insert(new_use((-1) ** i * 2**i), [key], None)
+        policy.insert(new_use((-1) ** i * 2**i), [key], None, 0)
     assert len(made) <= 17
     policy.evict(250, residents)
     assert all(int(key) % 2 for key in residents.evicted)
@@ -87,7 +138,7 @@ def test_an_empty_level_is_removed(name, residents) -> None:
     for num_made in (2, 3):
         for key in (ChunkKey(b"a"), ChunkKey(b"b")):
             residents.add([key])
-            policy.insert(new_use(3), [key], None)
+            policy.insert(new_use(3), [key], None, 0)
             assert len(made) == num_made, "one for priority 0, and one for each time that there are others"
         policy.evict(2, residents)
         assert policy.num_above_and_below == 0
@@ -110,7 +161,7 @@ def test_with_one_priority_it_decides_as_the_policy_alone(name) -> None:
                 if len(residents) + len(chain) > 60:
                     policy.evict(len(residents) + len(chain) - 60, residents)
                 residents.add(chain)
-                policy.insert(new_use(priority), chain, None)
+                policy.insert(new_use(priority), chain, None, 0)
             else:
                 chain = residents.prefix(rng.choice(sorted(residents.parents)))
                 policy.touch(new_use(priority), chain, len(chain), residents)

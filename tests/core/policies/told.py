@@ -9,9 +9,9 @@ class ToldPolicy(EvictionPolicy):
     def __init__(self, told: dict[int, Use]) -> None:
         self.lru, self.told = LRUPolicy(), told
 
-    def insert(self, use, keys, parent):
+    def insert(self, use, keys, parent, depth):
         self.told[use.use_id] = use
-        self.lru.insert(use, keys, parent)
+        self.lru.insert(use, keys, parent, depth)
 
     def touch(self, use, keys, num_chunks, residents):
         self.told[use.use_id] = use

@@ -322,7 +322,7 @@ class ChunkIndex:
                 new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
                 parent = keys[first - 1] if first else None
                 self._tree.insert(parent, new, slots)
-                self._policy.insert(use, new, parent)
+                self._policy.insert(use, new, parent, first)
             else:
                 self._insert_with_holes(use, keys, indices[:num_chunks], slots)
         except BaseException:  # the policy may be the user's own
@@ -442,8 +442,8 @@ class ChunkIndex:
         ages = self._ages.clear() if self._ages is not None else ()
         for container in (*self._tree.clear(kept), *self._policy.clear(), *self.checkpoints.clear(), *ages):
             self._discarded.add(container)
-        for keys, parent in self._tree.paths():
-            self._policy.insert(_CLEARED, keys, parent)
+        for keys, parent, depth in self._tree.paths():
+            self._policy.insert(_CLEARED, keys, parent, depth)
         self._lost_slots = []
         self._tier_slots.clear(kept | self.checkpoints.occupied())
 
@@ -599,7 +599,7 @@ class ChunkIndex:
             parent = keys[first - 1] if first else None
             new = [keys[i] for i in indices[start:end]]
             self._tree.insert(parent, new, slots[start:end])
-            self._policy.insert(use, new, parent)
+            self._policy.insert(use, new, parent, first)
 
     def _take_back(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The policy raised when chunks were inserted: no job will write them, so they are not resident.

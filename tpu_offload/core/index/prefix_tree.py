@@ -171,16 +171,21 @@ class PrefixTree:
                 self.orphans.setdefault(key, set()).add(slot)
         return discarded
 
-    def paths(self) -> Iterator[tuple[list[ChunkKey], ChunkKey | None]]:
-        """All chunks, each once, as consecutive chunks of a prefix, head first, and the parent of the first."""
-        known: set[int] = set()
+    def paths(self) -> Iterator[tuple[list[ChunkKey], ChunkKey | None, int]]:
+        """All chunks, each once, as consecutive chunks of a prefix, head first, the parent of the first, and its depth.
+
+        The depth is how many chunks come before it, or before an orphan as if it began its prompt.
+        """
+        known: dict[int, int] = {}  # slots, with the depths of their chunks
         for leaf in sorted(self.slot_of[key] for key in self.leaves()):
             slots, slot = [], leaf
             while slot >= 0 and slot not in known:
                 slots.append(slot)
                 slot = self.parents[slot]
-            known.update(slots)
-            yield [self.keys[s] for s in reversed(slots)], self.keys[slot] if slot >= 0 else None
+            slots.reverse()
+            depth = known[slot] + 1 if slot >= 0 else 0
+            known.update(zip(slots, range(depth, depth + len(slots)), strict=True))
+            yield [self.keys[s] for s in slots], self.keys[slot] if slot >= 0 else None, depth
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless table, columns and orphans agree. O(chunks)."""

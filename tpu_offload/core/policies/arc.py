@@ -44,7 +44,7 @@ class ARCPolicy(EvictionPolicy):
         self._target = min(self._target, num_chunks)
         self._forget_ghosts()
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class. O(chunks)."""
         once, again = self._once.order, self._again.order
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts

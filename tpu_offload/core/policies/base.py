@@ -130,7 +130,7 @@ class EvictionPolicy(abc.ABC):
         """The tier has room for this many chunks from now on. Called before any chunk, and at each change."""
 
     @abc.abstractmethod
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> Given[None]:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> Given[None]:
         """A request saved these chunks, and uses them and all before them.
 
         Args:
@@ -138,6 +138,7 @@ class EvictionPolicy(abc.ABC):
           keys: consecutive chunks of a prefix, head first, at least one; none is resident. Orphans of a chunk that was
             lost before are its children again.
           parent: the resident chunk before them; None when they begin a prompt, or when it has another priority.
+          depth: how many chunks of the prompt come before them.
         """
 
     @abc.abstractmethod

@@ -72,12 +72,11 @@ class DensityPolicy(EvictionPolicy):
         self._queues.resize(num_chunks)
         self._forget_oldest()
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class. O(chunks), in C loops unless some of them are tracked."""
         self._advance(use, len(keys))
         self._num_resident += len(keys)
         before = None if parent is None else self._runs.get(parent)
-        depth = 0 if before is None or parent is None else before.depth + _place(before, parent) + 1
         if before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _is_open(before):
             run = self._extend(before, keys)
         else:

@@ -26,7 +26,7 @@ class LRUPolicy(EvictionPolicy):
         # longer one followed, or will be leaves when the chunks after them, used earlier, have been evicted.
         self._tails: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class. O(1)."""
         self._tails[keys[-1]] = None
 

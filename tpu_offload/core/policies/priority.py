@@ -41,20 +41,20 @@ class PriorityPolicy(EvictionPolicy):
         for policy in (self._base, *self._others.values()):
             policy.resize(num_chunks)
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class."""
         if not self._others and not use.priority:
-            self._base.insert(use, keys, parent)
+            self._base.insert(use, keys, parent, depth)
             return
         level = _clamped(use.priority)
         if level:
             self._join(level, keys)
-        self._insert(level, use, keys, parent)
+        self._insert(level, use, keys, parent, depth)
 
-    def _insert(self, level: int, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def _insert(self, level: int, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         if parent is not None and self._level_of.get(parent, 0) != level:
             parent = None
-        self._policy(level).insert(use, keys, parent)
+        self._policy(level).insert(use, keys, parent, depth)
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks) in Python where there is more than one level."""
@@ -62,38 +62,38 @@ class PriorityPolicy(EvictionPolicy):
             self._base.touch(use, keys, num_chunks, residents)
             return
         to = _clamped(use.priority)
-        # Consecutive chunks of one level, with that level and the chunk before them.
-        parts: list[tuple[int, ChunkKey | None, list[ChunkKey]]] = []
+        # Consecutive chunks of one level, with that level, the chunk before them and how many come before them.
+        parts: list[tuple[int, ChunkKey | None, int, list[ChunkKey]]] = []
         before: ChunkKey | None = None
         evicted: list[ChunkKey] = []
-        for key in keys[:num_chunks]:
+        for depth, key in enumerate(keys[:num_chunks]):
             if key not in residents:
                 before = None
                 evicted.append(key)
                 continue
             level = self._level_of.get(key, 0)
             if before is not None and parts[-1][0] == level:
-                parts[-1][2].append(key)
+                parts[-1][3].append(key)
             else:
-                parts.append((level, before, [key]))
+                parts.append((level, before, depth, [key]))
             before = key
-        for level, _, part in reversed(parts):  # the tail before the head
+        for level, _, _, part in reversed(parts):  # the tail before the head
             if level >= to:
                 self._policy(level).touch(use, part, len(part), residents)
-        for level, parent, part in parts:
+        for level, parent, depth, part in parts:
             if level < to:
-                self._raise(use, part, parent, to)
+                self._raise(use, part, parent, depth, to)
         if evicted and (not to or to in self._others):  # this level will have them if they are saved again
             self._policy(to).touch(use, evicted, len(evicted), residents)
 
-    def _raise(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
+    def _raise(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, depth: int, to: int) -> None:
         """Moves consecutive resident chunks to a higher level."""
         for key in reversed(keys):
             self._policy(self._leave(key)).remove(key, None)
         self._drop_empty()
         if to:
             self._join(to, keys)
-        self._insert(to, use, keys, parent)
+        self._insert(to, use, keys, parent, depth)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class."""

@@ -49,7 +49,7 @@ class S3FIFOPolicy(EvictionPolicy):
         self._max_ghosts = num_chunks
         self._forget_ghosts()
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class. O(chunks)."""
         small, main, ghosts = self._small.order, self._main.order, self._ghosts
         number = use.use_id << _COUNT_BITS

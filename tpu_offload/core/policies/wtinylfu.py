@@ -59,7 +59,7 @@ class WTinyLFUPolicy(EvictionPolicy):
     def _num_main(self) -> int:
         return len(self._probation) + len(self._protected)
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
         """See the base class. O(chunks)."""
         self._sketch.add(keys)
         window, probation = self._window, self._probation
