@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.core.policies.told import DepthsPolicy
 from tests.inside.scheduler import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.policies import LRUPolicy, Use
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.types import ChunkKey, Pool
 
 
@@ -20,8 +21,8 @@ def complete(index: ChunkIndex, keys: list[ChunkKey], *, success: bool) -> None:
     index.complete(keys, [slots_in(index)[key] for key in keys], success=success)
 
 
-def make(num_slots: int) -> ChunkIndex:
-    index = ChunkIndex(LRUPolicy())
+def make(num_slots: int, policy: EvictionPolicy | None = None) -> ChunkIndex:
+    index = ChunkIndex(policy or LRUPolicy())
     index.grow(Pool.CHUNKS, num_slots)
     return index
 
@@ -165,6 +166,26 @@ def test_clear_invalidates_pinned_chunks_and_keeps_pending_ones() -> None:
     index.pin(a[:1])
     index.clear()
     assert [index.state(key) for key in (*a, *b)] == [ChunkState.INVALID, None, ChunkState.PENDING]
+    index.check_invariants()
+
+
+def test_a_policy_is_told_how_deep_chunks_are_also_with_holes_and_after_a_clear() -> None:
+    depths: dict[ChunkKey, int] = {}
+    index = make(9, DepthsPolicy(depths))
+    a = chain("a", 6)
+    b = [*a[:3], *chain("b", 3)]
+    fill(index, a)
+    allocate(index, b, 3)
+    expected = {key: keys.index(key) for keys in (a, b) for key in keys}
+    assert depths == expected
+    index.invalidate([a[3], a[5]])
+    depths.clear()
+    index.allocate(Use(1), a, [3, 5])
+    assert depths == {a[3]: 3, a[5]: 5}
+    index.pin(a[:3])
+    depths.clear()
+    index.clear()
+    assert depths == {key: expected[key] for key in (*a[:4], a[5], *b[3:])} | {a[5]: 0}, "what it follows is gone"
     index.check_invariants()
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.core.policies.residents import FakeResidents, chunk_keys, new_use
-from tests.core.policies.told import ToldPolicy
+from tests.core.policies.told import DepthsPolicy
 from tests.inside.policy import lifetimes_of
 from tpu_offload.core.policies import POLICIES, DensityPolicy, EvictionPolicy, LRUPolicy, PriorityPolicy
 from tpu_offload.types import ChunkKey
@@ -56,22 +56,10 @@ def test_a_chunk_of_lower_priority_is_evicted_right_after_those_that_follow_it(p
     assert order.index(b"low") == order.index(b"x") + 1
 
 
-class Depths(ToldPolicy):
-    """LRU that notes how deep each chunk was when it was inserted."""
-
-    def __init__(self, depths: dict[ChunkKey, int]) -> None:
-        super().__init__({})
-        self.depths = depths
-
-    def insert(self, use, keys, parent, depth) -> None:
-        self.depths.update(zip(keys, range(depth, depth + len(keys)), strict=True))
-        super().insert(use, keys, parent, depth)
-
-
 def test_chunks_behind_those_of_another_priority_have_their_depth(residents) -> None:
     """Else HBM, which has the beginning of a prompt, would seem to have them too."""
     depths: dict[ChunkKey, int] = {}
-    policy = PriorityPolicy(functools.partial(Depths, depths))
+    policy = PriorityPolicy(functools.partial(DepthsPolicy, depths))
     policy.resize(10)
     shared, rest = chunk_keys("s0 s1 s2"), chunk_keys("r3 r4")
     residents.add(shared)

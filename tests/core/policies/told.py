@@ -1,6 +1,7 @@
-"""LRU that notes what it is told of the uses."""
+"""LRU that notes what it is told."""
 
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
+from tpu_offload.types import ChunkKey
 
 
 class ToldPolicy(EvictionPolicy):
@@ -31,3 +32,15 @@ class ToldPolicy(EvictionPolicy):
 
     def check_invariants(self, leaves, residents):
         self.lru.check_invariants(leaves, residents)
+
+
+class DepthsPolicy(ToldPolicy):
+    """Notes in `depths` how deep each chunk was when it was inserted."""
+
+    def __init__(self, depths: dict[ChunkKey, int]) -> None:
+        super().__init__({})
+        self.depths = depths
+
+    def insert(self, use, keys, parent, depth):
+        self.depths.update(zip(keys, range(depth, depth + len(keys)), strict=True))
+        super().insert(use, keys, parent, depth)
