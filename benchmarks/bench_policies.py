@@ -56,8 +56,8 @@ class TimedPolicy(EvictionPolicy):
     def seconds(self) -> float:
         return sum(map(sum, self.watch.seconds.values()))
 
-    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
-        self.watch("insert", self.policy.insert, use, keys, parent)
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None, depth: int) -> None:
+        self.watch("insert", self.policy.insert, use, keys, parent, depth)
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         self.watch("touch", self.policy.touch, use, keys, num_chunks, residents)

@@ -88,8 +88,8 @@ def test_a_run_behind_one_of_another_priority_is_not_taken_for_what_hbm_has() ->
         policy.insert(new_use(priority), keys, parent, depth)
     policy.touch(new_use(0).replace(num_in_hbm=3), shared + rest, 5, residents)
     low, high = map(lifetimes_of, made)
-    assert (low.all_uses.sum(), low.all_elsewhere.sum()) == (2, 0)
-    assert (high.all_uses.sum(), high.all_elsewhere.sum()) == (3, 3)
+    assert [low.all_uses.sum(), low.all_elsewhere.sum()] == [2, 0]
+    assert [high.all_uses.sum(), high.all_elsewhere.sum()] == [3, 3]
 
 
 def test_priorities_are_clamped(residents) -> None:

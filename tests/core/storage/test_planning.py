@@ -716,9 +716,9 @@ def test_a_policy_that_raises_in_insert_leaves_no_chunk_pending(when):
     policy = eviction_policy(scheduler)
     insert = policy.insert
 
-    def raises(use, keys, parent):
+    def raises(use, keys, parent, depth):
         if when == "after":
-            insert(use, keys, parent)
+            insert(use, keys, parent, depth)
         raise RuntimeError("injected")
 
     policy.insert = raises

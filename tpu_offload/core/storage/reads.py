@@ -20,7 +20,7 @@ from tpu_offload.types import ChunkKey, JobKind, JobState, Pool
 
 MAX_PROMOTIONS = 64  # a job
 _STALLED_S = 2.0  # a promotion in flight for longer than this has probably met a tier that hangs
-_MAX_ESTIMATED = 4096  # chunks of a prompt; a long one is judged by its beginning
+_MAX_RUN = 4096  # chunks that are looked at together; what is read of a long prompt is judged by its beginning
 
 
 class TierNeighbors(Protocol):
@@ -112,7 +112,7 @@ class StorageReads:
             return
         if self._index.state(keys[first]) is not None:
             return
-        if end is None and not self._costs.prefers_promotion(self._tier_id, *self._estimates(request)):
+        if end is None and self.are_admitted and not self._prefers_promotion(request):
             self._counts.num_skipped_promotions += 1
             return
         room = self.room
@@ -182,21 +182,22 @@ class StorageReads:
 
     # Estimates.
 
-    def _estimates(self, request: RequestState) -> tuple[float | None, float | None]:
-        """Seconds to read what this tier has after the chunks that a match found, and to compute it."""
+    def _prefers_promotion(self, request: RequestState) -> bool:
+        """Whether what this tier has after the chunks that a match found is read, and not computed."""
         first = request.last_match.num_found_chunks
-        end, num_read = self.run(request.keys, first, min(len(request.keys), first + _MAX_ESTIMATED))
-        return self.read_s(num_read), self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+        end, num_read = self.run(request.keys, first, len(request.keys))
+        recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
+        return self._costs.prefers_promotion(self._tier_id, self.read_s(num_read), recompute_s)
 
     def run(self, keys: Sequence[ChunkKey], first: int, last: int) -> tuple[int, int]:
         """Where the run of chunks ends that this tier has from `first` on, and how many of them are still to be read.
 
-        The others are being read. While promotions are suspended, it has only these.
+        The others are being read. While promotions are suspended, it has only these. A long run ends early, and goes on
+        where it ends.
         """
         promoting, end = self._records.promoting, first
         stored: Container[ChunkKey] = self._records.stored if self.are_admitted else ()
-        while end < last:
-            key = keys[end]
+        for key in keys[first : min(last, first + _MAX_RUN)]:
             if key not in stored and key not in promoting:
                 break
             end += 1
