@@ -25,8 +25,6 @@ Ids = list[int] | npt.NDArray[np.int64]
 """Block ids, not negative, in a container that the engine has no reference to."""
 
 _MAX = 2**63 - 1
-_INTS = {int}
-_BYTES = {bytes}
 _RAW = "bBc"  # formats of memory views of single bytes: raw memory, not numbers
 
 
@@ -93,10 +91,10 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
             raise _unreadable(request_id, "block hashes", e) from e
     if len(hashes) == 1 and type(hashes[0]) is bytes:  # a request in decode
         return hashes
-    kinds = set(map(type, hashes))
-    if not kinds <= _BYTES:
-        kind = (kinds - _BYTES).pop().__name__
-        raise RequestError(f"request {request_id} has a block hash of type {kind}; expected bytes")
+    for block_hash in hashes:  # compiled, this takes half as long as a set of the types
+        if type(block_hash) is not bytes:
+            kind = type(block_hash).__name__
+            raise RequestError(f"request {request_id} has a block hash of type {kind}; expected bytes")
     return hashes
 
 
@@ -200,7 +198,10 @@ def _plain_ids(request_id: str, items: list[Any]) -> list[int]:
         return items
     if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= _MAX:  # a request in decode
         return items
-    if set(map(type, items)) == _INTS:
+    for item in items:
+        if type(item) is not int:
+            break
+    else:
         try:
             array.array("I", items)  # takes numbers from 0 to 2**32 - 1, in a third of the time of `min` and `max`
         except OverflowError:

@@ -1,8 +1,6 @@
 """The scheduler's state of one request, from its first match, admission or offer until it gives its blocks back."""
 
-import itertools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast, final
 
 from tpu_offload.core.block_tables import Ids, read_hashes
@@ -169,7 +167,7 @@ class RequestState:
                 keys.append(cast(ChunkKey, hashes[0] + namespace))
                 return
             if len(keys) + len(hashes) <= _MAX_LISTED:
-                keys += cast(Iterable[ChunkKey], map(operator.add, hashes, itertools.repeat(namespace)))
+                keys += [cast(ChunkKey, block_hash + namespace) for block_hash in hashes]
                 return
             hashes = [*map(last_block_hash, keys), *hashes]
             self.keys = keys = PrefixKeys(namespace)
