@@ -349,9 +349,12 @@ class SavePlanner:
         request.backoff_until_s = self._backoff.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
-        if len(saved) > 1 and self._has_repeats([keys[i] for i in saved]):
-            self._stop_saving(request)
-            return 0
+        if len(saved) > 1:
+            are_consecutive = saved[-1] - saved[0] == len(saved) - 1
+            new = list(keys[saved[0] : saved[-1] + 1]) if are_consecutive else [keys[i] for i in saved]
+            if self._has_repeats(new):
+                self._stop_saving(request)
+                return 0
         own: Container[ChunkKey] = ()
         has_holes = len(missing) < end - first
         if (first or has_holes) and len(saved) > self._index.num_free_slots:
