@@ -200,6 +200,17 @@ def close_while_deleting(tier, begin, monkeypatch, *, in_batches):
     return len(calls)
 
 
+def test_a_file_that_cannot_be_used_is_named(tmp_path):
+    """Not only what is wrong with it: the directory itself may be all right, as what an engine of another user left."""
+    path = tmp_path / SPEC.fingerprint
+    path.write_text("")
+    with pytest.raises(ConfigError) as caught, opened(f"file://{tmp_path}"):
+        pass
+    assert f"{path}/{SPEC.worker_id}" in str(caught.value)
+    assert "may read and write all" in str(caught.value)
+    assert "os error" not in str(caught.value)
+
+
 @pytest.mark.parametrize("in_batches", [True, False])  # False: as a server that has lost an object of each
 def test_a_close_waits_for_one_call_and_the_next_start_deletes_the_rest(store_url, monkeypatch, in_batches):
     monkeypatch.setattr(object_tier, "BATCH", 2)

@@ -50,6 +50,7 @@ SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
 _REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
+_OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -134,7 +135,8 @@ class ObjectTier(StorageTier):
         )
 
     def _refused(self, error: BaseException) -> ConfigError:
-        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}")
+        expected = "" if self._directory is None else "; expected a directory where this process may read and write all"
+        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}{expected}")
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
@@ -427,6 +429,8 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if any(server in text for server in _METADATA_SERVERS):
         return f"{type(error).__name__}: no credentials in the environment, and no metadata server"
+    if found := _OF_FILES.match(text):
+        return f"{type(error).__name__}: {found[1]}"
     text = _REQUEST.sub("", text)
     for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
         if found := re.search(pattern, text):
