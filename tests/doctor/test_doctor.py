@@ -475,6 +475,18 @@ def test_an_interrupted_check_leaves_nothing(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "kv"]
 
 
+def test_a_disk_that_freezes_is_said_before_it_is_waited_for(tmp_path, monkeypatch):
+    removed: list[str] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: removed.append(path.name))
+    Frozen.thawed = threading.Event()
+    checks = iter(check_tiers(storage_of(tmp_path), make=lambda name, spec: Frozen(spec), timeout_s=0.2))
+    assert "no answer within 0.2 s" in next(checks).text
+    assert not removed
+    Frozen.thawed.set()
+    assert not list(checks)
+    assert len(removed) == 1
+
+
 @pytest.mark.parametrize(("capabilities", "unlimited"), [("000001fffeffffff", True), ("00000000a80425fb", False)])
 def test_with_ipc_lock_there_is_no_limit_of_locked_memory(tmp_path, monkeypatch, capabilities, unlimited):
     """The second is what a container gets by default."""

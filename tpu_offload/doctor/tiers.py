@@ -50,7 +50,7 @@ def check_tiers(
             except queue.Empty:
                 why = f"no answer within {timeout_s:g} s"
                 finding = error(check, why, "see that the server or disk is not frozen")
-        yield finding
+            yield finding  # before the folder is removed, which waits for a disk that is frozen
 
 
 def _put_finding(
