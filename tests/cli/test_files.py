@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,31 @@ def test_file_that_cannot_be_written(tmp_path):
             files.write_json(path, {})
     assert files.output_file(str(tmp_path / "r.json")) == tmp_path / "r.json"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_a_directory_that_takes_no_files_is_refused_before_the_work(tmp_path, monkeypatch):
+    """It may be written itself, but is replaced: a benchmark ran, and its results were lost."""
+    path, link = tmp_path / "a" / "r.json", tmp_path / "link.json"
+    path.parent.mkdir()
+    path.write_text("old")
+    link.symlink_to(path)
+    access = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda name, mode: access(name, mode) and str(name) != str(path.parent))
+        for name in (path, link, path.with_name("new.json")):
+            with pytest.raises(InputError, match=f"cannot write {name}: no file may be made in {path.parent}"):
+                files.output_file(name)
+        assert files.output_file("/dev/null") == Path("/dev/null"), "is written in place"
+    path.parent.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InputError, match="which is sticky, only its owner may replace it"):
+        files.output_file(path)
+    assert files.output_file(path.with_name("new.json"))
+
+
+def test_a_path_that_cannot_be_looked_for_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"cannot write .*: File name too long"):
+        files.output_file(tmp_path / ("x" * 300))
 
 
 def test_standard_output_is_a_file(tmp_path):

@@ -132,6 +132,7 @@ def test_files_are_not_overwritten(tmp_path):
             ("--model", "nonsense", "--machine", "v6e-8"),
             "--model 'nonsense' is no file; expected a config.json, or one",
         ),
+        (("--model", "x" * 5000, "--machine", "v6e-8"), "is no file; expected a config.json, or one"),
         (("--model", "llama-3.1-8b", "--machine", "a100-8"), "--machine 'a100-8'; expected one of v5e-N"),
         (("--model", "llama-3.1-8b"), "Missing option '--machine'"),
         (("--machine", "v6e-8"), "Missing option '--model'"),

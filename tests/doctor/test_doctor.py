@@ -4,6 +4,7 @@ import configparser
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 import resource
 import threading
@@ -36,8 +37,6 @@ GOOD_HOST = Host(
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    import os
-
     for name in list(os.environ):
         if name.startswith("TPU_OFFLOAD_"):
             monkeypatch.delenv(name)
@@ -268,6 +267,27 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     assert "the directory cannot be used" in finding.text
 
 
+def test_a_directory_that_cannot_be_looked_for_is_one_finding(tmp_path):
+    """As one below a directory that may not be searched: the doctor ended there, without what it had found."""
+    (finding,) = check_tiers(storage_of(tmp_path / ("x" * 300)))
+    assert finding.level is Level.ERROR
+    assert "the directory cannot be used" in finding.text
+
+
+@pytest.mark.parametrize("name", ["worker-0", "worker-0/lock"])
+def test_what_an_engine_of_another_user_has_left_is_an_error(tmp_path, monkeypatch, name):
+    """The directory itself takes files, so that all was well, and then no engine started."""
+    lock = tmp_path / "kv" / "worker-0" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("")
+    access, refused = os.access, tmp_path / "kv" / name
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and Path(path) != refused)
+    (finding,) = check_tiers(storage_of(tmp_path / "kv"))
+    assert finding.level is Level.ERROR
+    assert f"{refused} belongs to user {os.getuid()}, and user {os.geteuid()} may not read and write it" in finding.text
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["worker-0"]
+
+
 # Devices.
 
 
@@ -453,6 +473,18 @@ def test_an_interrupted_check_leaves_nothing(tmp_path):
     release.set()
     assert "no answer within 0.2 s" in finding.text
     assert list(tmp_path.rglob("*")) == [tmp_path / "kv"]
+
+
+def test_a_disk_that_freezes_is_said_before_it_is_waited_for(tmp_path, monkeypatch):
+    removed: list[str] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: removed.append(path.name))
+    Frozen.thawed = threading.Event()
+    checks = iter(check_tiers(storage_of(tmp_path), make=lambda name, spec: Frozen(spec), timeout_s=0.2))
+    assert "no answer within 0.2 s" in next(checks).text
+    assert not removed
+    Frozen.thawed.set()
+    assert not list(checks)
+    assert len(removed) == 1
 
 
 @pytest.mark.parametrize(("capabilities", "unlimited"), [("000001fffeffffff", True), ("00000000a80425fb", False)])

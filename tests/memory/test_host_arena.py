@@ -118,6 +118,33 @@ def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, 
     arena.close()
 
 
+def test_without_a_thread_there_is_no_memory_and_no_error(monkeypatch, caplog):
+    """As where memory ends: the engine goes on with what it has."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    arena = make_arena()
+    arena.wait_until_allocated()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        arena.mark_lost(1)
+        without = make_arena()
+        without.wait_until_allocated()
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "host pool segment 1",
+        "host pool: segment 1 could not be allocated again",
+        "host pool: segment 1 of 3 could not be allocated",
+    ]
+    assert all("can't start new thread" in message for message in caplog.messages[1:])
+    assert arena.can_free(1)
+    with pytest.raises(TransferError, match="segment 1 was lost"):
+        arena.segment(1)
+    assert (without.num_chunks_ready, without.growing) == (0, False)
+    without.close()
+    arena.close()
+
+
 def test_close_does_not_wait_forever(monkeypatch, caplog):
     started, go_on = threading.Event(), threading.Event()
 

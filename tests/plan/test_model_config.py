@@ -139,6 +139,15 @@ def test_names_that_only_look_like_a_built_in_one(name):
         find_model(name)
 
 
+def test_a_folder_that_may_not_be_searched(monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(InputError, match="cannot read /models/llama: Permission denied"):
+        find_model("/models/llama")
+
+
 def test_a_folder_goes_before_a_built_in_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-32b").mkdir()

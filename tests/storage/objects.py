@@ -5,7 +5,8 @@ from pathlib import Path
 
 import obstore
 
-from tpu_offload.storage.object import MARKER, SWEEPER_NAME, ObjectTier, Store, name_of, open_store
+from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier, Store, open_store
+from tpu_offload.storage.object_names import MARKER, name_of
 
 LATE_S = 30.0  # a generous end for what should take less than a second
 

@@ -36,7 +36,7 @@ from tests.storage.test_engine import TIGHT, make_offload, settle, tier_of
 from tpu_offload import OffloadStats
 from tpu_offload.engine import Engine, Request, RequestOutput
 from tpu_offload.storage import Verdict, open_inspector
-from tpu_offload.storage.object import name_of
+from tpu_offload.storage.object_names import name_of
 
 NUM_PROMPTS = 10
 CAPACITY = 100  # chunks; the prompts have 135, and the host tier 30

@@ -26,6 +26,7 @@ from tests.storage.objects import (
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
+from tpu_offload.storage import object_names
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
 
@@ -152,6 +153,27 @@ def test_a_clear_leaves_nothing(store_url):
         assert tier.stored_keys() == [key_of(1)]
 
 
+def test_a_clear_without_a_thread_to_delete_counts_and_the_next_one_deletes_all(store_url, monkeypatch, caplog):
+    """It failed after it had named a new generation, was repeated for ever, and forgot what it had to delete."""
+    with opened(store_url) as tier:
+        write(tier, key_of(0), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_to_start)
+            for i in range(2):
+                tier.clear()
+                assert "cannot be deleted (RuntimeError: can't start new thread)" in caplog.messages[i]
+                write(tier, key_of(1), 50 + i)
+                assert read(tier, key_of(1)) == payload(50 + i)
+        assert len(names(tier)) == 4
+        tier.clear()
+        wait_until_swept()
+        assert names(tier) == [marker_of(tier)]
+
+
+def refuse_to_start(thread):
+    raise RuntimeError("can't start new thread")
+
+
 def close_while_deleting(tier, begin, monkeypatch, *, in_batches):
     """Closes a tier while its sweep is in the first call that deletes; returns how many such calls there were."""
     begun, is_closing, calls = threading.Event(), threading.Event(), []
@@ -176,6 +198,17 @@ def close_while_deleting(tier, begin, monkeypatch, *, in_batches):
         threading.Timer(0.5, is_closing.set).start()
         tier.close()
     return len(calls)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path):
+    """Not only what is wrong with it: the directory itself may be all right, as what an engine of another user left."""
+    path = tmp_path / SPEC.fingerprint
+    path.write_text("")
+    with pytest.raises(ConfigError) as caught, opened(f"file://{tmp_path}"):
+        pass
+    assert f"{path}/{SPEC.worker_id}" in str(caught.value)
+    assert "may read and write all" in str(caught.value)
+    assert "os error" not in str(caught.value)
 
 
 @pytest.mark.parametrize("in_batches", [True, False])  # False: as a server that has lost an object of each
@@ -285,11 +318,11 @@ def test_deletion_in_batches(store_url, monkeypatch):
 
 def test_names_and_keys():
     for key in (b"a", b"ab", bytes(101), bytes(256), *map(key_of, range(4))):
-        name = object_tier.name_of(key)
-        assert object_tier.key_of(name) == key
+        name = object_names.name_of(key)
+        assert object_names.key_of(name) == key
         assert max(map(len, name.split("/"))) <= 200
     for name in ("", "ab", "ab.kv", "ab/cd", "ab/CD.kv", "ab/c.kv", "abc/d.kv", "ab/cd.kv#1", "ab/ cd.kv"):
-        assert object_tier.key_of(name) is None
+        assert object_names.key_of(name) is None
 
 
 # --- faults -------------------------------------------------------------------------------------

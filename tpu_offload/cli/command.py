@@ -16,6 +16,7 @@ from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once, was_interrup
 from tpu_offload.errors import InputError, OffloadError
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_NO_THREAD = "can't start new thread"  # Python's own words
 EXTRAS = {
     "click": "cli",
     "flax": "engine",
@@ -63,9 +64,11 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
         return _fail(prog, str(e))
     except KeyboardInterrupt:
         return _interrupted(prog)
-    except Exception:
+    except Exception as e:
         if was_interrupted():
             return _interrupted(prog)
+        if isinstance(e, RuntimeError) and str(e) == _NO_THREAD:
+            return _fail(prog, f"{e}: allow this process more of them (ulimit -u, or pids.max of its cgroup)")
         raise
 
 

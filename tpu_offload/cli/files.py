@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,40 @@ def output_file(name: str | Path) -> Path:
       InputError: it cannot be written.
     """
     path = Path(name)
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a directory")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no directory {path.parent}")
     try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as e:  # a loop of symbolic links
-        raise InputError(f"cannot write {path}: {e.strerror or e}") from e
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"cannot write {path}: permission denied")
+        reason = _refusal(path)
+    except OSError as e:  # a loop of symbolic links, a directory that may not be searched, a name that is too long
+        reason = e.strerror or str(e)
+    if reason:
+        raise InputError(f"cannot write {path}: {reason}")
     return path
+
+
+def _refusal(path: Path) -> str:
+    """Why a file cannot be written; empty if it can.
+
+    Raises:
+      OSError: it cannot even be looked for.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        found = None
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        return "it is a directory"
+    if found is not None and not os.access(path, os.W_OK):
+        return "permission denied"
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        return ""  # written in place; files are replaced as a whole, which their directory has to allow
+    directory = path.resolve().parent
+    if not directory.is_dir():
+        return f"there is no directory {directory}"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"no file may be made in {directory}"
+    of = directory.stat()
+    if found is not None and of.st_mode & stat.S_ISVTX and os.geteuid() not in (0, found.st_uid, of.st_uid):
+        return f"in {directory}, which is sticky, only its owner may replace it"
+    return ""
 
 
 def check_outputs(inputs: Mapping[str, Path], **outputs: Path | None) -> None:

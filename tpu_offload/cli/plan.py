@@ -1,6 +1,7 @@
 """`tpu-offload plan`: what a model needs on a TPU machine, what offloading gains there, and the command to serve it."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def command(argv: Sequence[str], /, **flags: Any) -> int:
     traces = [path for paths in options.trace for path in paths]
     model = Path(options.model)
     read = {f"the trace {path}": path for path in traces}
-    read |= {"the model's config.json": model / "config.json" if model.is_dir() else model}
+    read |= {"the model's config.json": model / "config.json" if os.path.isdir(model) else model}
     check_outputs(read, json=options.json, html=options.html)
     check_html(options.html)
     if options.block_size is not None and options.block_size & (options.block_size - 1):

@@ -50,7 +50,7 @@ def check_tiers(
             except queue.Empty:
                 why = f"no answer within {timeout_s:g} s"
                 finding = error(check, why, "see that the server or disk is not frozen")
-        yield finding
+            yield finding  # before the folder is removed, which waits for a disk that is frozen
 
 
 def _put_finding(
@@ -89,6 +89,8 @@ def _check_tier(
         fingerprint=secrets.token_hex(16),
         options=tier.options,
     )
+    if tier.name == "file":
+        _check_user(tier.options)
     keys = [secrets.token_bytes(32) for _ in range(_NUM_RECORDS)]
     with contextlib.closing(make(tier.name, spec)) as made:
         try:
@@ -106,6 +108,35 @@ def _check_tier(
     if read < _SLOW_NBYTES_PER_S:
         return warning(check, said, "see docs/tiers.md from which bandwidth on a tier pays", **figures)
     return ok(check, said, **figures)
+
+
+def _check_user(options: str) -> None:
+    """Finds what an engine of another user has left, which is not the place that is tried here.
+
+    Raises:
+      ConfigError: an engine of this user could not start there.
+    """
+    from tpu_offload.storage.file import FileOptions
+
+    try:
+        refused = next(_refused(Path(FileOptions.parse(options).directory)), None)
+        owner = refused.stat().st_uid if refused is not None else 0
+    except OSError:  # there is no directory, or it may not be read: the tier will say so
+        return
+    if refused is not None:
+        raise ConfigError(
+            f"{refused} belongs to user {owner}, and user {os.geteuid()} may not read and write it: no engine starts "
+            "there; run it as that user, give the files to this one, or take another directory"
+        )
+
+
+def _refused(root: Path) -> Iterator[Path]:
+    """What this user may not read and write of a file tier's directory, folders of workers before their files."""
+    for worker in sorted(path for path in root.iterdir() if path.name.startswith("worker-")):
+        if not os.access(worker, os.R_OK | os.W_OK | os.X_OK):
+            yield worker
+            continue
+        yield from (path for path in sorted(worker.iterdir()) if not os.access(path, os.R_OK | os.W_OK))
 
 
 def _write_and_read(tier: StorageTier, keys: list[bytes]) -> tuple[float, float, int]:
@@ -140,7 +171,9 @@ def _folder_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
     except ConfigError:  # the tier will say so
         yield
         return
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    missing = [
+        path for path in (directory, *directory.parents) if not os.path.exists(path)
+    ]  # unlike Path.exists, never raises
     try:
         yield
     finally:

@@ -156,7 +156,7 @@ class HostArena:
         self._rebuilds: dict[int, threading.Thread] = {}  # the last one of each segment
         self._stop = threading.Event()
         self._limit = limit or SegmentLimit()
-        self._threads: list[threading.Thread] = []  # the last one allocates, or has
+        self._threads: list[threading.Thread] = []  # the one that allocates, or has; none if it could not start
         self._finalizer = weakref.finalize(self, _end, self._threads, self._stop, self._segments)
         self.grow(num_segments)
 
@@ -173,11 +173,12 @@ class HostArena:
     @property
     def growing(self) -> bool:
         """Whether more memory is still being allocated."""
-        return self._threads[-1].is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def wait_until_allocated(self) -> None:
         """Blocks until every segment is allocated or allocation has failed; for benchmarks and tests."""
-        self._threads[-1].join()
+        for thread in self._threads:
+            thread.join()
 
     def grow(self, num_segments: int) -> None:
         """Allocates segments in the background until there are `num_segments`. Not while it is `growing`."""
@@ -189,8 +190,12 @@ class HostArena:
             name="tpu_offload-host-pool",
             daemon=True,
         )
-        self._threads[:] = [thread]
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as e:  # the limit of threads, on which no engine should end
+            _stop_growing(self._limit, len(self._segments), num_segments, e)
+        else:
+            self._threads[:] = [thread]
 
     def can_free(self, first: int) -> bool:
         """Whether no thread is allocating a segment, nor one from `first` on again."""
@@ -246,7 +251,10 @@ class HostArena:
         self._rebuilds[segment_id] = thread = threading.Thread(
             target=_rebuild, args=(self._structs, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as e:  # as in `grow`
+            _log_lost(segment_id, e)
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of chunks lost since the last call."""
@@ -280,26 +288,34 @@ def _allocate(
         try:
             segments.append([pinned_zeros(struct) for struct in structs])
         except (MemoryError, RuntimeError) as e:  # JaxRuntimeError is a RuntimeError
-            limit.num_segments, limit.has_failed = min(limit.num_segments, i), True
-            _logger.warning(
-                "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
-                i + 1,
-                num_segments,
-                _reason(e),
-                i,
-            )
+            _stop_growing(limit, i, num_segments, e)
             return
+
+
+def _stop_growing(limit: SegmentLimit, num_ready: int, num_segments: int, error: Exception) -> None:
+    limit.num_segments, limit.has_failed = min(limit.num_segments, num_ready), True
+    _logger.warning(
+        "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
+        num_ready + 1,
+        num_segments,
+        _reason(error),
+        num_ready,
+    )
 
 
 def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: dict[int, Segment]) -> None:
     try:
         rebuilt[segment_id] = [pinned_zeros(struct) for struct in structs]
     except (MemoryError, RuntimeError) as e:
-        _logger.error(
-            "host pool: segment %d could not be allocated again (%s): its copies fail until the engine restarts",
-            segment_id,
-            _reason(e),
-        )
+        _log_lost(segment_id, e)
+
+
+def _log_lost(segment_id: int, error: Exception) -> None:
+    _logger.error(
+        "host pool: segment %d could not be allocated again (%s): its copies fail until the engine restarts",
+        segment_id,
+        _reason(error),
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -309,9 +325,9 @@ def _reason(error: Exception) -> str:
 
 def _end(threads: list[threading.Thread], stop: threading.Event, segments: list[Segment]) -> None:
     stop.set()
-    thread = threads[-1]
-    if thread is not threading.current_thread():
-        thread.join(_MAX_WAIT_S)
-        if thread.is_alive():
-            _logger.error("host pool: closed after %g s; a segment is still being allocated", _MAX_WAIT_S)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_MAX_WAIT_S)
+            if thread.is_alive():
+                _logger.error("host pool: closed after %g s; a segment is still being allocated", _MAX_WAIT_S)
     segments.clear()

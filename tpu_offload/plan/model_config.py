@@ -4,6 +4,7 @@ The built-in models are such files, with the fields that matter (folder `shapes`
 the repository, and the published numbers of parameters, which tests compare with the computed ones.
 """
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,7 +54,9 @@ def find_model(name: str, *, weights: str | None = None) -> ModelShape:
         if path.is_dir():
             path /= "config.json"
         is_file = path.is_file()
-    except OSError:  # a name that is too long for a path
+    except OSError as e:
+        if e.errno != errno.ENAMETOOLONG:
+            raise InputError(f"cannot read {path}: {e.strerror or e}") from e
         is_file = False
     if not is_file:
         path = _built_in(name) or path

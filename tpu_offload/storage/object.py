@@ -16,7 +16,6 @@ is stored at all, has other bytes; readers verify every record.
 import itertools
 import logging
 import re
-import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +31,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
+from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
 
@@ -43,17 +43,14 @@ _logger = logging.getLogger(__name__)
 type Store = S3Store | GCSStore | LocalStore | MemoryStore
 
 _EXAMPLE = "gs://bucket/prefix"
-MARKER = "generation"
-_MAX_PART = 200  # characters between slashes: file systems allow 255
 _STREAM_NBYTES = 1 << 20
 BATCH = 1000
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
-_SUFFIX = ".kv"  # so that no object of a long key is below one of a shorter key
-GENERATION = re.compile(r"[0-9a-f]{16}")
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
 _REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
+_OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
@@ -138,7 +135,8 @@ class ObjectTier(StorageTier):
         )
 
     def _refused(self, error: BaseException) -> ConfigError:
-        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}")
+        expected = "" if self._directory is None else "; expected a directory where this process may read and write all"
+        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}{expected}")
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
@@ -268,10 +266,17 @@ class ObjectTier(StorageTier):
 
     def _sweep(self, generations: Iterable[str]) -> None:
         """Deletes earlier generations in the background, until `close`; the next start finds what is left."""
-        if old := sorted(generations):
-            sweeper = threading.Thread(target=self._run_sweep, args=(old,), name=SWEEPER_NAME, daemon=True)
-            self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
+        if not (old := sorted(generations)):
+            return
+        sweeper = threading.Thread(target=self._run_sweep, args=(old,), name=SWEEPER_NAME, daemon=True)
+        try:
             sweeper.start()
+        except RuntimeError as e:  # no thread is left; the new generation counts all the same
+            with self._lock:
+                self._earlier.update(old)  # the next `clear` tries again, too
+            self._warn_of_leftovers(e)
+            return
+        self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
 
     def _run_sweep(self, generations: Sequence[str]) -> None:
         try:
@@ -286,11 +291,14 @@ class ObjectTier(StorageTier):
                 while not self._stop.is_set() and (entries := next(pages, None)) is not None:
                     delete_objects(self._store, [entry["path"] for entry in entries], self._stop)
         except (BaseError, OSError) as e:
-            _logger.warning(
-                "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
-                where(self._store),
-                reason(e),
-            )
+            self._warn_of_leftovers(e)
+
+    def _warn_of_leftovers(self, error: Exception) -> None:
+        _logger.warning(
+            "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
+            where(self._store),
+            reason(error),
+        )
 
 
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
@@ -411,27 +419,6 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
         raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
 
 
-def new_generation() -> str:
-    """The name of a generation that was never used before."""
-    return secrets.token_hex(8)
-
-
-def name_of(key: bytes) -> str:
-    """The name of a key's object, below its generation."""
-    digits = key.hex()
-    rest = digits[2:] + _SUFFIX
-    return "/".join((digits[:2], *(rest[i : i + _MAX_PART] for i in range(0, len(rest), _MAX_PART))))
-
-
-def key_of(name: str) -> bytes | None:
-    """The key of a name; None if it is none of ours."""
-    try:
-        key = bytes.fromhex(name.replace("/", "").removesuffix(_SUFFIX))
-    except ValueError:
-        return None
-    return key if name_of(key) == name else None
-
-
 def where(store: Store) -> str:
     """The store, for messages."""
     return one_line(store)
@@ -442,6 +429,8 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if any(server in text for server in _METADATA_SERVERS):
         return f"{type(error).__name__}: no credentials in the environment, and no metadata server"
+    if found := _OF_FILES.match(text):
+        return f"{type(error).__name__}: {found[1]}"
     text = _REQUEST.sub("", text)
     for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
         if found := re.search(pattern, text):

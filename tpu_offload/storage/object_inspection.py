@@ -14,16 +14,13 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage.inspection import Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
 from tpu_offload.storage.object import (
     BATCH,
-    GENERATION,
-    MARKER,
     delete_objects,
-    key_of,
-    new_generation,
     open_store,
     reason,
     where,
 )
 from tpu_offload.storage.object_directory import STAGING
+from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, new_generation
 
 _STREAM_NBYTES = 1 << 20
 _NO_RANGES = "non-partial response"  # in the error of servers that answer a request for a range with the whole object

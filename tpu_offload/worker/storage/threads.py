@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import final
 
+from tpu_offload.errors import ConfigError
 from tpu_offload.types import ChunkKey
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
@@ -19,21 +20,31 @@ class StorageThreads:
     """Daemon threads with a queue each. All tasks of a key run on one of them, in order.
 
     They hold no reference to this object, so they end when it is garbage-collected.
+
+    Raises:
+      ConfigError: not all of them can be started; those that were are ended.
     """
 
     def __init__(self, name: str, *, num_threads: int = _NUM_THREADS) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
+        self._finalizer = weakref.finalize(self, _stop_threads, self._queues, self._stop)
         for i in range(num_threads):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_run, args=(tasks, self._stop), name=f"tpu_offload-{name}-{i}", daemon=True
             )
             self._queues.append(tasks)
+            try:
+                thread.start()
+            except RuntimeError as e:
+                self.stop()
+                raise ConfigError(
+                    f"{thread.name}: the thread cannot be started ({e}); a storage tier has up to 7: allow this "
+                    "process more (ulimit -u, or pids.max of its cgroup)"
+                ) from e
             self._threads.append(thread)
-            thread.start()
-        self._finalizer = weakref.finalize(self, _stop_threads, self._queues, self._stop)
 
     def index(self, key: ChunkKey) -> int:
         """The thread of a key."""
