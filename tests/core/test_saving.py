@@ -5,9 +5,19 @@ from typing import Any
 
 import pytest
 
-from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
+from tests.core.fakes import BLOCK_SIZE, LAYOUT, FakeEngine, FakeWorker, tokens
 from tests.inside.scheduler import job_table
-from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
+from tpu_offload import (
+    CachedPrefix,
+    JobKind,
+    JobState,
+    MatchState,
+    OffloadConfig,
+    OffloadScheduler,
+    RequestError,
+    RequestLimits,
+    ScheduledRequest,
+)
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.types import BlockHash
 
@@ -430,6 +440,23 @@ def test_the_highest_priority_is_saved_first(early) -> None:
     assert blocks(plan.of(JobKind.EARLY_SAVE) if early else plan.of(JobKind.SAVE)) == [
         block for name in ("high", "usual") for block in requests[name].block_ids
     ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_save_tokens": 3}, "MAX_SAVE_TOKENS=3 is less than the 4 tokens of a chunk, so nothing is saved"),
+        ({"max_save_tokens": 7, "blocks_per_chunk": 2}, "MAX_SAVE_TOKENS=7 is less than the 8 tokens of a chunk"),
+        ({"max_load_tokens": 3}, "TPU_OFFLOAD_MAX_LOAD_TOKENS=3 is less than the 4 tokens of a block, so nothing is"),
+        ({"max_save_tokens": 8, "max_load_tokens": 4, "blocks_per_chunk": 2}, ""),
+        ({"max_save_tokens": 3, "num_cpu_chunks": 0}, ""),
+    ],
+    ids=str,
+)
+def test_a_limit_within_which_nothing_is_copied_is_warned_of(limits, said, caplog):
+    OffloadScheduler(OffloadConfig.create(**({"num_cpu_chunks": 8} | limits)), LAYOUT)
+    assert said in caplog.text
+    assert caplog.text.count("MAX_") == bool(said)
 
 
 class Uses(EvictionPolicy):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Self, final
 
 from tpu_offload.config import OffloadConfig
+from tpu_offload.config.environment import env_name
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.completion import Completion
@@ -94,6 +95,8 @@ class TierContext:
             policy = find_policy(config.eviction_policy)
         else:
             check_maker(policy, what="policy")
+        if config.enabled:
+            _check_limits(config, layout)
         window_chunks = _window_chunks(config, layout) if config.enabled else ()
         segments = config.host_segments(layout) if config.enabled else None
         balance = None
@@ -163,6 +166,24 @@ class TierContext:
     def blocks_per_chunk(self) -> int:
         """Blocks in a chunk."""
         return self.config.blocks_per_chunk
+
+
+def _check_limits(config: OffloadConfig, layout: KVLayout) -> None:
+    """Warns of limits within which nothing is ever copied: a save is of whole chunks, a load of whole blocks."""
+    chunk_tokens = config.blocks_per_chunk * layout.block_size
+    for name, limit, least, what in (
+        ("max_save_tokens", config.max_save_tokens, chunk_tokens, "a chunk, so nothing is saved"),
+        ("max_load_tokens", config.max_load_tokens, layout.block_size, "a block, so nothing is loaded"),
+    ):
+        if 0 < limit < least:
+            _logger.warning(
+                "%s=%d is less than the %d tokens of %s; set it to 0 (no limit), or at least %d",
+                env_name(name),
+                limit,
+                least,
+                what,
+                least,
+            )
 
 
 def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
