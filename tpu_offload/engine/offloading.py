@@ -287,10 +287,10 @@ class Offloading:
         Args:
           wait: block until a copy ends, because the engine has nothing else to do.
         """
-        worker = self._worker
-        # A sequence that waits for storage computes what has not arrived by then.
-        wait_s = max(0.0, self._arriving_until_s - self._clock())
-        self._arriving_until_s = math.inf
+        worker, wait_s = self._worker, math.inf
+        if self._arriving_until_s < math.inf:  # a sequence that waits for storage computes what has not arrived by then
+            wait_s = max(0.0, self._arriving_until_s - self._clock())
+            self._arriving_until_s = math.inf
         if isinstance(worker, HostWorkers):
             reports: List[StepReport] = worker.poll(wait=wait, wait_s=wait_s)
         else:
