@@ -173,9 +173,9 @@ class OffloadScheduler:
           to compute: a request whose every block is in the tier gets one token less, and its last block is loaded all
           the same. MISS if `num_computed_tokens` is not at a block boundary.
         Raises:
-          RequestError: the request is waiting for a load, an argument is invalid, or the hashes differ from those of
-            an earlier match of this request; nothing was changed. With a storage tier also what an eviction policy
-            raises; nothing is promised then.
+          RequestError: the request is waiting for a load, an argument is invalid, there are more hashes than full
+            blocks, or fewer or others than in an earlier call for this request; nothing was changed. With a storage
+            tier also what an eviction policy raises; nothing is promised then.
         """
         num_tokens, num_computed_tokens = check_match(
             request_id, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, limits=limits
