@@ -23,8 +23,9 @@ import jax
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
+from tpu_offload.storage.format import MAX_KEY_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
-from tpu_offload.values import error_line
+from tpu_offload.values import error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
@@ -192,6 +193,12 @@ class StorageCopies:
             raise ConfigError(
                 f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: what it has stored cannot be listed ({error_line(e)})"
             ) from e
+        wrong = [key for key in keys if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_NBYTES]
+        if wrong:
+            raise ConfigError(
+                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: its stored_keys() has {one_line(wrong[0])}; expected "
+                f"keys of 1 to {MAX_KEY_NBYTES} bytes, as they were written"
+            )
         if keys:
             _logger.info("storage tier %s holds %d records of an earlier run", self._label, len(keys))
         return keys
