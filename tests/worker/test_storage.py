@@ -33,6 +33,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostArena
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, swapping, tier_pools
+from tpu_offload.worker.storage import io as storage_io
 from tpu_offload.worker.storage import record_io
 from tpu_offload.worker.storage import stack as storage_stack
 
@@ -812,6 +813,20 @@ def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch)
     assert ("failed to close: OSError: injected" in caplog.text) == bool(failing)
     assert disk.num_closed == 0
     gate.set()
+
+
+def test_close_does_not_wait_for_a_tier_whose_close_hangs(caplog, monkeypatch):
+    monkeypatch.setattr(storage_io, "_CLOSE_S", 0.05)
+    engine = StorageEngine()
+    engine.disk.gates["close"] = gate = threading.Event()
+    disk = engine.disk
+    engine.worker.close()
+    assert disk.num_closed == 0
+    assert "FaultyTier does not respond: its close() has not ended in 0.05 s, and was abandoned" in caplog.text
+    (closing,) = [thread for thread in io_threads() if thread.name == "tpu_offload-storage-close"]
+    gate.set()
+    closing.join(30)
+    assert disk.num_closed == 1
 
 
 def test_a_worker_that_is_never_closed_ends_its_threads():

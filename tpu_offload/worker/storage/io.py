@@ -14,6 +14,7 @@ write never lands after the deletion that follows it. When storage is cleared, t
 
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
@@ -34,6 +35,8 @@ from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.storage.threads import StorageThreads
 
 _logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0  # for the close() of one tier, after its threads have ended
 
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 
@@ -173,9 +176,23 @@ class StorageCopies:
                 self._label,
             )
             return
+        closing = threading.Thread(target=self._close_tier, name="tpu_offload-storage-close", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter is ending
+            self._close_tier()
+            return
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            _logger.error(
+                "storage tier %s does not respond: its close() has not ended in %g s, and was abandoned",
+                self._label, _CLOSE_S,
+            )  # fmt: skip
+
+    def _close_tier(self) -> None:
         try:
             self._io.tier.close()
-        except Exception as e:  # the tier may be the user's own
+        except BaseException as e:  # the tier may be the user's own
             _logger.error("storage tier %s failed to close: %s", self._label, error_line(e))
 
     # Inside.
