@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import tpu_offload
 from tests.caches import random_caches
@@ -52,6 +53,73 @@ def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
     for cache, old in zip(names["kv_caches"], before, strict=True):
         np.testing.assert_array_equal(reference.as_bytes(cache)[[0, 2]], old[[5, 3]])
     names["worker"].close()
+
+
+def test_the_first_lookup_after_a_restart(tmp_path, monkeypatch):
+    """The code there has applied the workers' first reports by then, so what they have in storage is found."""
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_CPU_CHUNKS", "8")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_TIER", "file")
+    monkeypatch.setenv("TPU_OFFLOAD_STORAGE_OPTIONS", f"{tmp_path},min_free_gb=0,direct=off")
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_STORAGE_CHUNKS", "8")
+    setup = PLAIN.split("\n# When a request")[0].replace("worker_id=0)", "worker_id=0, available=2**30)")
+    for num_kept in (0, 2):
+        names = {"kv_caches": random_caches(np.random.default_rng(0), num_blocks=8)}
+        exec(setup, names)
+        scheduler, worker, caches = names["scheduler"], names["worker"], names["kv_caches"]
+        hashes: list[BlockHash] = []
+        names["hasher"].extend(hashes, range(40))
+        assert scheduler.num_cached_tokens(hashes, num_tokens=40) == num_kept * 16
+        worker.wait_until_allocated()
+        scheduler.apply(worker.poll())
+        held = tpu_offload.ScheduledRequest(
+            request_id="a", block_tables=[[5, 3]], block_hashes=hashes, num_prompt_tokens=40, num_computed_tokens=32
+        )
+        changed = [held]
+        while changed or scheduler.has_jobs:
+            plan, changed = scheduler.plan_step(changed), []
+            caches = worker.begin_step(plan, caches)
+            worker.end_step(plan, caches)
+            scheduler.apply(worker.poll(wait=True))
+        worker.close()
+
+
+@pytest.mark.parametrize("told_by", ["naming it again", "preempt", "finish"])
+def test_a_forward_pass_that_failed_and_left_the_caches_whole(told_by):
+    """By "Failed steps": nothing of it is saved, though its saves were planned and the engine goes on."""
+    caches = random_caches(np.random.default_rng(0), num_blocks=8)
+    layout = tpu_offload.KVLayout.from_caches(caches, block_size=4, model="m")
+    config = OffloadConfig.create(num_cpu_chunks=8, skip_jax_precompile=True)
+    scheduler = tpu_offload.OffloadScheduler(config, layout)
+    worker = OffloadWorker(config, layout, caches, available=2**30)
+    worker.wait_until_allocated()
+    scheduler.apply(worker.poll())
+    hashes: list[BlockHash] = []
+    tpu_offload.BlockHasher(layout.fingerprint(), block_size=4).extend(hashes, range(16))
+
+    def named(num_computed_tokens):
+        return tpu_offload.ScheduledRequest(
+            request_id="a",
+            block_tables=[[5, 3, 1, 7]],
+            block_hashes=hashes,
+            num_prompt_tokens=16,
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    plan = scheduler.plan_step([named(16)])
+    assert plan.of(JobKind.SAVE)
+    caches = worker.begin_step(plan, caches)
+    # Here the pass fails. There is no `end_step`.
+    if told_by != "naming it again":
+        getattr(scheduler, told_by)("a")
+    for _ in range(4):
+        plan = scheduler.plan_step([named(0)] if told_by == "naming it again" else [])
+        assert not plan.jobs
+        caches = worker.begin_step(plan, caches)
+        worker.end_step(plan, caches)
+        scheduler.apply(worker.poll())
+    found = scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
+    assert found.state is tpu_offload.MatchState.MISS
+    worker.close()
 
 
 def test_a_step_with_fused_copies():

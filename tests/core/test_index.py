@@ -1,7 +1,10 @@
 """ChunkIndex, case by case; `test_index_machine` tries them in any order."""
 
+from typing import Any
+
 import pytest
 
+from tests.compiled import interpreted_only
 from tests.core.policies.told import DepthsPolicy
 from tests.inside.scheduler import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
@@ -223,6 +226,20 @@ def test_pins_are_counted() -> None:
     index.unpin(a)
     with pytest.raises(AssertionError, match="more often"):
         index.unpin(a)
+
+
+@interpreted_only
+def test_slots_are_free_after_a_clear_whose_policy_raises() -> None:
+    class Faulty(LRUPolicy):  # type: ignore[misc]
+        def clear(self) -> list[Any]:
+            raise RuntimeError("of an eviction policy")
+
+    index = ChunkIndex(Faulty())
+    index.grow(Pool.CHUNKS, 4)
+    fill(index, chain("a", 4))
+    with pytest.raises(RuntimeError, match="of an eviction policy"):
+        index.clear()
+    assert len(allocate(index, chain("b", 4))) == 4
 
 
 def test_a_checkpoint_whose_eviction_raises_keeps_none_of_the_pieces_that_it_shares() -> None:

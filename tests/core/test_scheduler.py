@@ -11,6 +11,7 @@ from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker,
 from tests.inside.scheduler import request_table
 from tests.jobs import host_block_ids
 from tpu_offload import (
+    BlockHasher,
     FailedLoad,
     JobResult,
     JobState,
@@ -19,6 +20,7 @@ from tpu_offload import (
     OffloadConfig,
     OffloadScheduler,
     RequestError,
+    ScheduledRequest,
     StepReport,
     Update,
 )
@@ -1020,6 +1022,45 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
     assert engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0).num_tokens == 0
+
+
+def test_a_request_id_used_again_for_a_shorter_prompt_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    match = engine.scheduler.match
+    match("b", hashes_of(engine, tokens(16)), num_tokens=16, num_computed_tokens=0)
+    others = hashes_of(engine, tokens(8, start=50))
+    with pytest.raises(RequestError, match=r"the hash of block 1 differs from that of an earlier call"):
+        match("b", others, num_tokens=8, num_computed_tokens=0)  # it was promised the KV of the first prompt
+    named = ScheduledRequest(
+        request_id="b", block_tables=[[8, 9]], block_hashes=others, num_prompt_tokens=8, num_computed_tokens=8
+    )
+    with pytest.raises(RequestError, match=r"the hash of block 1 differs from that of an earlier call"):
+        engine.scheduler.plan_step([named])
+    # Tokens 8 and 9 are not those of the first prompt, and in no full block.
+    with pytest.raises(RequestError, match=r"request b has 2 block hashes, and had at least 4 in an earlier call"):
+        match("b", hashes_of(engine, tokens(8)), num_tokens=10, num_computed_tokens=0)
+    engine.scheduler.check_invariants()
+    engine.scheduler.finish("b")
+    assert match("b", hashes_of(engine, tokens(8)), num_tokens=10, num_computed_tokens=0).num_tokens == 8
+
+
+def test_more_block_hashes_than_full_blocks_are_an_error() -> None:
+    """As of a hasher whose blocks are smaller than the cache's: hash 3 covers 8 tokens, and block 3 ends after 16."""
+    engine = FakeEngine()
+    hashes: list[BlockHash] = []
+    BlockHasher(LAYOUT.fingerprint(), block_size=BLOCK_SIZE // 2).extend(hashes, tokens(16))
+    expected = r"request a has 8 block hashes for 16 tokens; expected at most 4, .*: make the hasher with block_size=4"
+    with pytest.raises(RequestError, match=expected):
+        engine.scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0)
+    assert engine.scheduler.match("a", hashes[:4], num_tokens=16, num_computed_tokens=0).num_tokens == 0
+    engine.scheduler.check_invariants()
+
+
+def hashes_of(engine: FakeEngine, prompt: list[int]) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    engine.hasher.extend(hashes, prompt)
+    return hashes
 
 
 def test_a_scheduler_without_workers_is_an_error() -> None:

@@ -759,6 +759,24 @@ def test_what_is_taken_of_a_promise_stands_if_the_policy_raises_when_the_rest_is
 
 
 @interpreted_only
+@pytest.mark.parametrize("call", ["preempt", "finish"])
+def test_a_load_is_cancelled_although_the_policy_raises(faulty, call):
+    """The engine has taken the request's blocks back, whatever the call raises: the load would write into others'."""
+    engine = FakeEngine(num_cpu_chunks=8, workers=[FakeWorker(num_host_chunks=8)], policy=faulty[0])
+    engine.serve("first", tokens(16))
+    num_found = match(engine, "again", tokens(16))
+    engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=num_found)
+    (load,) = engine.scheduler.plan_step().of(JobKind.LOAD)
+    faulty[1].add("touch")
+    with pytest.raises(AssertionError, match="faulty"):
+        getattr(engine.scheduler, call)("again")
+    faulty[1].clear()
+    assert engine.scheduler.plan_step().cancelled_job_ids == (load.job_id,)
+    engine.scheduler.check_invariants()
+    assert request_table(engine.scheduler).get("again") is None
+
+
+@interpreted_only
 def test_a_probe_is_given_up_although_the_policy_raises(faulty):
     worker = FakeWorker(num_host_chunks=16)
     engine = FakeEngine(num_cpu_chunks=16, workers=[worker], policy=faulty[0], breaker_failures=1)

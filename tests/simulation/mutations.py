@@ -295,7 +295,7 @@ MUTATIONS = (
     Mutation("a partial chunk is saved", "SavePlanner._read", "_1 // self._block_size", "-(-_1 // self._block_size)"),
     Mutation(
         "blocks are saved after their request was preempted",
-        "OffloadScheduler._forget",
+        "OffloadScheduler._release_rest",
         "self._saves.clear_offer(...)",
         "",
     ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 import threading
 import time
 
@@ -32,6 +33,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostArena
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, swapping, tier_pools
+from tpu_offload.worker.storage import io as storage_io
 from tpu_offload.worker.storage import record_io
 from tpu_offload.worker.storage import stack as storage_stack
 
@@ -390,6 +392,41 @@ def test_other_bytes_than_were_written_never_reach_the_host_tier(damage):
     assert result.state is FAILED
     assert result.error.startswith("RecordError: storage returned a record w")
     np.testing.assert_array_equal(engine.host_bytes(), before)
+
+
+def test_bytes_that_are_verified_are_not_changed_any_more(caplog):
+    """A tier that goes on writing after it has said that it is done, as a client may whose request was late."""
+    engine = StorageEngine(tier=f"{__name__}:Keeping")
+    engine.fill(range(2))
+    cascade = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    promote = engine.promote((1, 5))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote)
+    assert engine.done(promote).state is FINISHED
+    with pytest.raises(ValueError, match="released memoryview"):
+        engine.disk.kept[-1][:] = bytes(len(engine.disk.values[key_of(1)]))
+    engine.disk.exports = True
+    promote = engine.promote((2, 6))
+    engine.step(loads=[promote])
+    result = engine.done(promote)
+    assert (result.state, "read() has kept its record" in result.error) == (FAILED, True)
+    engine.check()
+
+
+class Keeping(MemoryTier):
+    """Keeps the views that it was given, or buffers of them, as a client in C may."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.kept = []
+        self.exports = False
+
+    def read(self, key, record):
+        super().read(key, record)
+        self.kept.append(pickle.PickleBuffer(record) if self.exports else record)
 
 
 def test_a_failed_write_may_leave_the_record_of_before():
@@ -778,6 +815,20 @@ def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch)
     gate.set()
 
 
+def test_close_does_not_wait_for_a_tier_whose_close_hangs(caplog, monkeypatch):
+    monkeypatch.setattr(storage_io, "_CLOSE_S", 0.05)
+    engine = StorageEngine()
+    engine.disk.gates["close"] = gate = threading.Event()
+    disk = engine.disk
+    engine.worker.close()
+    assert disk.num_closed == 0
+    assert "FaultyTier does not respond: its close() has not ended in 0.05 s, and was abandoned" in caplog.text
+    (closing,) = [thread for thread in io_threads() if thread.name == "tpu_offload-storage-close"]
+    gate.set()
+    closing.join(30)
+    assert disk.num_closed == 1
+
+
 def test_a_worker_that_is_never_closed_ends_its_threads():
     import gc
 
@@ -887,6 +938,8 @@ def test_the_first_reports_list_what_is_stored():
     assert engine.worker.poll().setup.stored_keys == ((key_of(1), key_of(2)),)
     with pytest.raises(ConfigError, match=r"what it has stored cannot be listed \(OSError: Input/output"):
         StorageEngine(tier=f"{__name__}:Unlistable")
+    with pytest.raises(ConfigError, match=r"its stored_keys\(\) has 'a name'; expected keys of 1 to 256 bytes"):
+        StorageEngine(tier=f"{__name__}:Misnaming")
 
 
 class Listing(MemoryTier):
@@ -897,3 +950,8 @@ class Listing(MemoryTier):
 class Unlistable(MemoryTier):
     def stored_keys(self):
         raise OSError("Input/output error")
+
+
+class Misnaming(MemoryTier):
+    def stored_keys(self):
+        return [key_of(1), "a name"]

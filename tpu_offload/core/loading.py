@@ -58,7 +58,9 @@ class LoadPlanner:
             raise RequestError(
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
             )
-        request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        request.check_matched(
+            block_hashes, num_tokens=num_tokens, block_size=self._block_size, size=self._blocks_per_chunk
+        )
         is_at_block = num_computed_tokens % self._block_size == 0
         if is_at_block:
             request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)

@@ -186,10 +186,11 @@ class RequestState:
         return read_hashes(self.request_id, block_hashes, first, step=blocks_per_chunk)
 
     def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
-        """Raises RequestError unless these hashes continue those of earlier calls. O(1)."""
-        last = len(self.keys) * blocks_per_chunk - 1
-        if not 0 <= last < len(block_hashes):
+        """Raises RequestError unless these hashes agree with those of earlier calls, as far as both go. O(1)."""
+        num_common = min(len(self.keys), len(block_hashes) // blocks_per_chunk)
+        if not num_common:
             return
+        last = num_common * blocks_per_chunk - 1
         block_hash = block_hashes[last] if type(block_hashes) is list else b""
         if type(block_hash) is not bytes or not block_hash:
             read = read_hashes(self.request_id, block_hashes, last, last + 1)
@@ -198,10 +199,37 @@ class RequestState:
                     f"request {self.request_id} has fewer block hashes than the {last + 1} that it counts"
                 )
             block_hash = read[0]
-        if self.keys[-1] != block_hash + self.namespace:
+        if self.keys[num_common - 1] != block_hash + self.namespace:  # chained: it stands for all before it
             raise RequestError(
                 f"request {self.request_id}: the hash of block {last} differs from that of an earlier call; call "
                 "finish() before another request uses the same request_id"
+            )
+
+    def check_matched(self, block_hashes: Sequence[BlockHash], *, num_tokens: int, block_size: int, size: int) -> None:
+        """Validates the hashes of a match. O(1).
+
+        What is found for them goes into the request's blocks: a hash that stands for other tokens would be wrong KV.
+
+        Args:
+          block_hashes: hashes of its full blocks.
+          num_tokens: its tokens.
+          block_size: tokens of a block.
+          size: blocks of a chunk.
+        Raises:
+          RequestError: there are more hashes than full blocks, fewer than in an earlier call, or others.
+        """
+        num_hashes = len(block_hashes)
+        if num_hashes * block_size > num_tokens:
+            raise RequestError(
+                f"request {self.request_id} has {num_hashes} block hashes for {num_tokens} tokens; expected at most "
+                f"{num_tokens // block_size}, one a full block of {block_size} tokens: make the hasher with "
+                f"block_size={block_size}"
+            )
+        self.check_same(block_hashes, blocks_per_chunk=size)
+        if num_hashes // size < len(self.keys):
+            raise RequestError(
+                f"request {self.request_id} has {num_hashes} block hashes, and had at least {len(self.keys) * size} in "
+                "an earlier call; call finish() before another request uses the same request_id"
             )
 
     def start_over(self, *, namespace: bytes) -> None:

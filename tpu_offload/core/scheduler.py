@@ -46,6 +46,7 @@ from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.core.report_handler import ReportHandler
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
 from tpu_offload.core.storage.stack import StorageStackPlanner
@@ -173,9 +174,9 @@ class OffloadScheduler:
           to compute: a request whose every block is in the tier gets one token less, and its last block is loaded all
           the same. MISS if `num_computed_tokens` is not at a block boundary.
         Raises:
-          RequestError: the request is waiting for a load, an argument is invalid, or the hashes differ from those of
-            an earlier match of this request; nothing was changed. With a storage tier also what an eviction policy
-            raises; nothing is promised then.
+          RequestError: the request is waiting for a load, an argument is invalid, there are more hashes than full
+            blocks, or fewer or others than in an earlier call for this request; nothing was changed. With a storage
+            tier also what an eviction policy raises; nothing is promised then.
         """
         num_tokens, num_computed_tokens = check_match(
             request_id, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, limits=limits
@@ -342,23 +343,30 @@ class OffloadScheduler:
                 held = dataclasses.replace(held, num_computed_tokens=num_valid)
                 self._saves.preempt(self._requests.get_or_new(request_id), held)
         former = self._requests.get(request_id)
-        self._forget(request_id)
-        if self._swap.can_swap_in(request_id):
-            # It returns with the KV that it has. A reset has to find it, and KV that one has invalidated stays invalid.
-            request = self._requests.new(request_id)
-            request.can_save = former is None or former.can_save
-            self._requests.add(request)
+        try:
+            self._forget(request_id)
+        finally:  # also if an eviction policy raises
+            if self._swap.can_swap_in(request_id):
+                # It returns with the KV that it has. A reset has to find it, and KV that one has invalidated stays so.
+                request = self._requests.new(request_id)
+                request.can_save = former is None or former.can_save
+                self._requests.add(request)
 
     def finish(self, request_id: Given[str]) -> None:
-        """A request ended, in any state, swapped out included. Unknown requests are fine."""
+        """A request ended, in any state, swapped out included. Unknown requests are fine.
+
+        What an eviction policy raises comes out of it, and out of `preempt`; the request is gone all the same.
+        """
         check_request(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self._loads.count_lookup(request)
-        self._forget(request_id)
-        self._transfers.forget(request_id)
-        self._saves.forget(request_id)
-        self._requests.forget_limits(request_id)
-        self._swap.forget(request_id)
+        try:
+            self._forget(request_id)
+        finally:  # also if an eviction policy raises
+            self._transfers.forget(request_id)
+            self._saves.forget(request_id)
+            self._requests.forget_limits(request_id)
+            self._swap.forget(request_id)
 
     def reset(self) -> None:
         """Invalidates every chunk, because the model would now compute other KV.
@@ -527,9 +535,17 @@ class OffloadScheduler:
         request = self._requests.remove(request_id)
         if request is None:
             return
+        try:
+            self._release_rest(request)
+        finally:  # an eviction policy may raise, and the request's blocks are granted to others all the same
+            if request.load is not None:
+                self._transfers.detach(request.load)
+
+    def _release_rest(self, request: RequestState) -> None:
+        """Ends what a request that is in no table any more has, but its load."""
         self._counts.dropped_save_blocks += self._saves.num_dropped(request) * self._config.blocks_per_chunk
         self._saves.clear_offer(request)
-        self._transfers.forget_news(request_id)
+        self._transfers.forget_news(request.request_id)
         self._counts.dropped_load_blocks += request.last_match.num_cut_load_blocks
         self._loads.release(request)
         if request.rolling is not None:
@@ -537,5 +553,3 @@ class OffloadScheduler:
         self._index.touch(request.use, request.keys, self._saves.num_used(request))
         if self._has_storage and request.limits.cache:
             self._storage.finish(request.keys)
-        if request.load is not None:
-            self._transfers.detach(request.load)

@@ -403,6 +403,9 @@ def test_reset_recomputes_what_is_out():
     engine.swap_out("d")
     engine.step()
     engine.scheduler.reset()
+    assert not engine.swap.can_swap_in("a")
+    with pytest.raises(RequestError, match="request a is not swapped out, or its KV is lost; call can_swap_in first"):
+        engine.swap.num_blocks("a")  # the engine has not been told yet
     update = engine.report(engine.workers[0])
     assert set(update.lost_swaps) == {"a", "b", "c", "d"}
     assert update.swapped_in == ()

@@ -440,12 +440,14 @@ class ChunkIndex:
         if self._changes is not None:
             self._discarded.add(self._changes.clear())
         ages = self._ages.clear() if self._ages is not None else ()
-        for container in (*self._tree.clear(kept), *self._policy.clear(), *self.checkpoints.clear(), *ages):
+        for container in (*self._tree.clear(kept), *self.checkpoints.clear(), *ages):
+            self._discarded.add(container)
+        self._lost_slots = []
+        self._tier_slots.clear(kept | self.checkpoints.occupied())
+        for container in self._policy.clear():  # it may raise: the slots are free by then
             self._discarded.add(container)
         for keys, parent, depth in self._tree.paths():
             self._policy.insert(_CLEARED, keys, parent, depth)
-        self._lost_slots = []
-        self._tier_slots.clear(kept | self.checkpoints.occupied())
 
     def tidy(self) -> list[ChunkKey]:
         """Continues the work that large losses and `clear` deferred, for 3 ms at most.

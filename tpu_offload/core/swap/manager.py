@@ -177,7 +177,7 @@ class RequestSwap:
         """Per layer group, the number of blocks that a swapped-out request needs to be swapped in.
 
         Raises:
-          RequestError: it is not swapped out.
+          RequestError: it is not swapped out, or its KV is lost.
         """
         return self._get(request_id).num_blocks
 
@@ -372,7 +372,7 @@ class RequestSwap:
         check_request(request_id)
         swapped = self._swapped.get(request_id)
         if swapped is None:
-            raise RequestError(f"request {request_id} is not swapped out")
+            raise RequestError(f"request {request_id} is not swapped out, or its KV is lost; call can_swap_in first")
         return swapped
 
     def _shareable_hashes(

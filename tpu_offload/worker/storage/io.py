@@ -14,6 +14,7 @@ write never lands after the deletion that follows it. When storage is cleared, t
 
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
@@ -23,8 +24,9 @@ import jax
 from tpu_offload.config import ENV_PREFIX
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
+from tpu_offload.storage.format import MAX_KEY_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
-from tpu_offload.values import error_line
+from tpu_offload.values import error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
@@ -33,6 +35,8 @@ from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.storage.threads import StorageThreads
 
 _logger = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0  # for the close() of one tier, after its threads have ended
 
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 
@@ -172,9 +176,23 @@ class StorageCopies:
                 self._label,
             )
             return
+        closing = threading.Thread(target=self._close_tier, name="tpu_offload-storage-close", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter is ending
+            self._close_tier()
+            return
+        closing.join(_CLOSE_S)
+        if closing.is_alive():
+            _logger.error(
+                "storage tier %s does not respond: its close() has not ended in %g s, and was abandoned",
+                self._label, _CLOSE_S,
+            )  # fmt: skip
+
+    def _close_tier(self) -> None:
         try:
             self._io.tier.close()
-        except Exception as e:  # the tier may be the user's own
+        except BaseException as e:  # the tier may be the user's own
             _logger.error("storage tier %s failed to close: %s", self._label, error_line(e))
 
     # Inside.
@@ -192,6 +210,12 @@ class StorageCopies:
             raise ConfigError(
                 f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: what it has stored cannot be listed ({error_line(e)})"
             ) from e
+        wrong = [key for key in keys if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_NBYTES]
+        if wrong:
+            raise ConfigError(
+                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: its stored_keys() has {one_line(wrong[0])}; expected "
+                f"keys of 1 to {MAX_KEY_NBYTES} bytes, as they were written"
+            )
         if keys:
             _logger.info("storage tier %s holds %d records of an earlier run", self._label, len(keys))
         return keys

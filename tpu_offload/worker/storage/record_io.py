@@ -151,7 +151,8 @@ class StorageRecords:
             except KeyError:  # a server may evict what it likes, so this is no failure
                 item.is_missing = True
                 return
-            self._format.verify(view, record_key, generation=generation)
+            _take_back(view)
+            self._format.verify(memoryview(record), record_key, generation=generation)
             if pool.num_parts:
                 np.copyto(part, found)
         item.payload = pool.unpack(source[: pool.payload_nbytes])  # here, because it may copy
@@ -164,6 +165,20 @@ class StorageRecords:
             buffer = aligned(nbytes, _HUGE_PAGE_NBYTES)
             setattr(self._local, name, buffer)
         return buffer
+
+
+def _take_back(view: memoryview) -> None:
+    """Ends a tier's use of a record that it has read, so that it cannot change bytes once they are verified.
+
+    Python does not count slices and numpy arrays of the record: a tier that keeps one can still write into it.
+
+    Raises:
+      ValueError: it still has a buffer of the view, as a client in C may.
+    """
+    try:
+        view.release()
+    except BufferError as e:
+        raise ValueError("the tier's read() has kept its record; expected no use of it after the call") from e
 
 
 def aligned(nbytes: int, alignment: int) -> Bytes:
