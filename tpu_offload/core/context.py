@@ -95,8 +95,6 @@ class TierContext:
             policy = find_policy(config.eviction_policy)
         else:
             check_maker(policy, what="policy")
-        if config.enabled:
-            _check_limits(config, layout)
         window_chunks = _window_chunks(config, layout) if config.enabled else ()
         segments = config.host_segments(layout) if config.enabled else None
         balance = None
@@ -115,9 +113,6 @@ class TierContext:
             staging=staging, index=index, pool=swap_pool, counts=counts, timeout_s=config.job_timeout_s
         )
         keys = KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk)
-        limits = RequestLimits(
-            max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None
-        )
         return cls(
             config=config,
             layout=layout,
@@ -130,7 +125,7 @@ class TierContext:
             jobs=JobTable(
                 layout, num_workers=num_workers, complete=completion.complete, release_late=completion.release_late
             ),
-            requests=RequestTable(keys, limits),
+            requests=RequestTable(keys, _default_limits(config, layout)),
             keys=keys,
             breakers=_breakers(config, clock, saves="saves", loads="loads"),
             swap_breakers=_breakers(config, clock, saves="swaps out", loads="swaps in"),
@@ -168,14 +163,17 @@ class TierContext:
         return self.config.blocks_per_chunk
 
 
-def _check_limits(config: OffloadConfig, layout: KVLayout) -> None:
-    """Warns of limits within which nothing is ever copied: a save is of whole chunks, a load of whole blocks."""
+def _default_limits(config: OffloadConfig, layout: KVLayout) -> RequestLimits:
+    """Those of each request; warns of those within which nothing is ever copied.
+
+    A save is of whole chunks, a load of whole blocks.
+    """
     chunk_tokens = config.blocks_per_chunk * layout.block_size
     for name, limit, least, what in (
         ("max_save_tokens", config.max_save_tokens, chunk_tokens, "a chunk, so nothing is saved"),
         ("max_load_tokens", config.max_load_tokens, layout.block_size, "a block, so nothing is loaded"),
     ):
-        if 0 < limit < least:
+        if config.enabled and 0 < limit < least:
             _logger.warning(
                 "%s=%d is less than the %d tokens of %s; set it to 0 (no limit), or at least %d",
                 env_name(name),
@@ -184,6 +182,9 @@ def _check_limits(config: OffloadConfig, layout: KVLayout) -> None:
                 what,
                 least,
             )
+    return RequestLimits(
+        max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None
+    )
 
 
 def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
