@@ -182,9 +182,7 @@ def _default_limits(config: OffloadConfig, layout: KVLayout) -> RequestLimits:
                 what,
                 least,
             )
-    return RequestLimits(
-        max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None
-    )
+    return RequestLimits(max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None)
 
 
 def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
