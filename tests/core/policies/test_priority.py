@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.core.policies.residents import FakeResidents, chunk_keys, new_use
-from tests.core.policies.told import DepthsPolicy
+from tests.core.policies.told import DepthsPolicy, ToldPolicy
 from tests.inside.policy import lifetimes_of
 from tpu_offload.core.policies import POLICIES, DensityPolicy, EvictionPolicy, LRUPolicy, PriorityPolicy
 from tpu_offload.types import ChunkKey
@@ -90,6 +90,19 @@ def test_a_run_behind_one_of_another_priority_is_not_taken_for_what_hbm_has() ->
     low, high = map(lifetimes_of, made)
     assert [low.all_uses.sum(), low.all_elsewhere.sum()] == [2, 0]
     assert [high.all_uses.sum(), high.all_elsewhere.sum()] == [3, 3]
+
+
+@pytest.mark.parametrize("held", [None, [3], {}, [{}, None]], ids=str)
+def test_what_a_policy_of_ones_own_returns_when_cleared_is_checked(held) -> None:
+    """Else the steps after a reset would fail, which free it."""
+
+    class Faulty(ToldPolicy):
+        def clear(self):
+            return held
+
+    policy = PriorityPolicy(functools.partial(Faulty, {}))
+    with pytest.raises(TypeError, match=r"Faulty.clear\(\) returned .*; expected a list of the dicts, sets, lists"):
+        policy.clear()
 
 
 def test_priorities_are_clamped(residents) -> None:

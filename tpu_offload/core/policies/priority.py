@@ -5,13 +5,15 @@ priority raises the chunks it uses; none is lowered again. So a chunk can follow
 only its own chunks, and is notified when the last chunk of another level that followed one of them is removed.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.native import Given
 from tpu_offload.types import ChunkKey
+from tpu_offload.values import one_line
 
 _MAX_PRIORITY = 8  # each level has its own ghosts and counts, so users must not be able to create any number of them
 
@@ -114,7 +116,7 @@ class PriorityPolicy(EvictionPolicy):
 
     def clear(self) -> list[Entries]:
         """See the base class."""
-        held: list[Entries] = [entries for p in (self._base, *self._others.values()) for entries in p.clear()]
+        held: list[Entries] = [entries for p in (self._base, *self._others.values()) for entries in _cleared(p)]
         held.append(self._level_of)
         self._others, self._sizes, self._level_of = {}, {}, {}
         return held
@@ -181,6 +183,21 @@ class PriorityPolicy(EvictionPolicy):
         for level in [*self._others, 0]:
             own = [key for key in leaves if self._level_of.get(key, 0) == level]
             self._policy(level).check_invariants(own, _Level(self, level, residents))
+
+
+def _cleared(policy: EvictionPolicy) -> list[Entries]:
+    """What a policy, which may be a user's own, has held.
+
+    Raises:
+      TypeError: it did not return containers.
+    """
+    held: Any = policy.clear()
+    if not isinstance(held, list) or not all(isinstance(entries, (dict, set, list, deque)) for entries in held):
+        raise TypeError(
+            f"{type(policy).__name__}.clear() returned {one_line(held)}; expected a list of the dicts, sets, lists and "
+            "deques that held its chunks"
+        )
+    return held
 
 
 def _clamped(priority: int) -> int:
