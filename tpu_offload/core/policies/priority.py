@@ -185,14 +185,16 @@ class PriorityPolicy(EvictionPolicy):
             self._policy(level).check_invariants(own, _Level(self, level, residents))
 
 
-def _cleared(policy: EvictionPolicy) -> list[Entries]:
+def _cleared(policy: EvictionPolicy) -> Sequence[Entries]:
     """What a policy, which may be a user's own, has held.
 
     Raises:
       TypeError: it did not return containers.
     """
     held: Any = policy.clear()
-    if not isinstance(held, list) or not all(isinstance(entries, (dict, set, list, deque)) for entries in held):
+    if not isinstance(held, (list, tuple)) or not all(
+        isinstance(entries, (dict, set, list, deque)) for entries in held
+    ):
         raise TypeError(
             f"{type(policy).__name__}.clear() returned {one_line(held)}; expected a list of the dicts, sets, lists and "
             "deques that held its chunks"
