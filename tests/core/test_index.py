@@ -8,7 +8,7 @@ from tests.compiled import interpreted_only
 from tests.core.policies.told import DepthsPolicy
 from tests.inside.scheduler import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, Use
 from tpu_offload.types import ChunkKey, Pool
 
 
@@ -234,12 +234,14 @@ def test_slots_are_free_after_a_clear_whose_policy_raises() -> None:
         def clear(self) -> list[Any]:
             raise RuntimeError("of an eviction policy")
 
-    index = ChunkIndex(Faulty())
+    index = ChunkIndex(PriorityPolicy(Faulty))
     index.grow(Pool.CHUNKS, 4)
     fill(index, chain("a", 4))
     with pytest.raises(RuntimeError, match="of an eviction policy"):
         index.clear()
-    assert len(allocate(index, chain("b", 4))) == 4
+    fill(index, chain("b", 4))
+    assert len(allocate(index, chain("c", 4))) == 4, "the old policy would evict what is gone"
+    index.check_invariants()
 
 
 def test_a_checkpoint_whose_eviction_raises_keeps_none_of_the_pieces_that_it_shares() -> None:

@@ -280,12 +280,31 @@ def test_what_an_engine_of_another_user_has_left_is_an_error(tmp_path, monkeypat
     lock = tmp_path / "kv" / "worker-0" / "lock"
     lock.parent.mkdir(parents=True)
     lock.write_text("")
-    access, refused = os.access, tmp_path / "kv" / name
-    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and Path(path) != refused)
+    refused = tmp_path / "kv" / name
+    refuse_access(monkeypatch, refused)
     (finding,) = check_tiers(storage_of(tmp_path / "kv"))
     assert finding.level is Level.ERROR
     assert f"{refused} belongs to user {os.getuid()}, and user {os.geteuid()} may not read and write it" in finding.text
+    assert "worker 0 of an engine does not start there" in finding.text
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["worker-0"]
+
+
+def test_what_is_no_part_of_a_file_tier_may_be_of_another_user(tmp_path, monkeypatch):
+    """Files of the user's own, and what another check has left."""
+    names = ["worker-notes.txt", "worker-0/notes.txt", "worker-0/segment-000.kv.tmp", "worker-60001/lock"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    refuse_access(monkeypatch, *(tmp_path / name for name in names), tmp_path / "worker-60001")
+    (finding,) = check_tiers(storage_of(tmp_path))
+    assert finding.level is not Level.ERROR, finding.text
+
+
+def refuse_access(monkeypatch, *refused):
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, *args, **how: access(path, *args, **how) and Path(path) not in refused
+    )
 
 
 # Devices.

@@ -14,6 +14,7 @@ import click
 
 from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once, was_interrupted
 from tpu_offload.errors import InputError, OffloadError
+from tpu_offload.values import MORE_THREADS
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _NO_THREAD = "can't start new thread"  # Python's own words
@@ -68,7 +69,7 @@ def run_command(command: click.Command, argv: Sequence[str] | None = None, *, pr
         if was_interrupted():
             return _interrupted(prog)
         if isinstance(e, RuntimeError) and str(e) == _NO_THREAD:
-            return _fail(prog, f"{e}: allow this process more of them (ulimit -u, or pids.max of its cgroup)")
+            return _fail(prog, f"{e}: {MORE_THREADS}")
         raise
 
 

@@ -166,12 +166,14 @@ class TierContext:
 def _default_limits(config: OffloadConfig, layout: KVLayout) -> RequestLimits:
     """Those of each request; warns of those within which nothing is ever copied.
 
-    A save is of whole chunks, a load of whole blocks.
+    A save is of whole chunks. So is a load with windows or states, which ends at a checkpoint; others are of blocks.
     """
     chunk_tokens = config.blocks_per_chunk * layout.block_size
+    has_checkpoints = bool(layout.window_groups) or layout.state_group is not None
+    unit, least_load = ("a chunk", chunk_tokens) if has_checkpoints else ("a block", layout.block_size)
     for name, limit, least, what in (
         ("max_save_tokens", config.max_save_tokens, chunk_tokens, "a chunk, so nothing is saved"),
-        ("max_load_tokens", config.max_load_tokens, layout.block_size, "a block, so nothing is loaded"),
+        ("max_load_tokens", config.max_load_tokens, least_load, f"{unit}, so nothing is loaded"),
     ):
         if config.enabled and 0 < limit < least:
             _logger.warning(

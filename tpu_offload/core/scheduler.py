@@ -218,7 +218,7 @@ class OffloadScheduler:
           block_hashes: hashes of the full blocks of the prompt, from the first on.
           num_tokens: tokens of the prompt.
         Raises:
-          RequestError: as `match`.
+          RequestError: an argument is invalid.
         """
         name = "of a router"
         num_tokens, _ = check_match(name, block_hashes, num_tokens=num_tokens, num_computed_tokens=0, limits=None)

@@ -111,32 +111,44 @@ def _check_tier(
 
 
 def _check_user(options: str) -> None:
-    """Finds what an engine of another user has left, which is not the place that is tried here.
+    """Finds what engines of another user have left in a file tier's directory, beside the folder that is tried here.
 
     Raises:
-      ConfigError: an engine of this user could not start there.
+      ConfigError: some worker of an engine of this user could not start there.
     """
     from tpu_offload.storage.file import FileOptions
+    from tpu_offload.storage.file_inspection import worker_directories, worker_id_of
 
     try:
-        refused = next(_refused(Path(FileOptions.parse(options).directory)), None)
-        owner = refused.stat().st_uid if refused is not None else 0
+        workers = worker_directories(Path(FileOptions.parse(options).directory))
+        found = ((worker, path) for worker in workers if (path := _refused(worker)) is not None)
+        worker, path = next(found, (None, None))
+        if worker is None or path is None:
+            return
+        owner, worker_id = path.stat().st_uid, worker_id_of(worker)
     except OSError:  # there is no directory, or it may not be read: the tier will say so
         return
-    if refused is not None:
-        raise ConfigError(
-            f"{refused} belongs to user {owner}, and user {os.geteuid()} may not read and write it: no engine starts "
-            "there; run it as that user, give the files to this one, or take another directory"
-        )
+    raise ConfigError(
+        f"{path} belongs to user {owner}, and user {os.geteuid()} may not read and write it, so worker {worker_id} of "
+        "an engine does not start there; run it as that user, give the files to this one, or take another directory"
+    )
 
 
-def _refused(root: Path) -> Iterator[Path]:
-    """What this user may not read and write of a file tier's directory, folders of workers before their files."""
-    for worker in sorted(path for path in root.iterdir() if path.name.startswith("worker-")):
-        if not os.access(worker, os.R_OK | os.W_OK | os.X_OK):
-            yield worker
-            continue
-        yield from (path for path in sorted(worker.iterdir()) if not os.access(path, os.R_OK | os.W_OK))
+def _refused(worker: Path) -> Path | None:
+    """What this user may not read and write of a worker's directory: the directory, or a file of the tier in it."""
+    from tpu_offload.storage.directory_lock import LOCK_NAME
+    from tpu_offload.storage.file import DIRECTORY_NAME, SEGMENT_NAME
+    from tpu_offload.storage.file_inspection import worker_id_of
+
+    if worker_id_of(worker) in _WORKER_IDS:  # of another check
+        return None
+    if not os.access(worker, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return worker
+    for path in sorted(worker.iterdir()):
+        is_ours = path.name in (DIRECTORY_NAME, LOCK_NAME) or SEGMENT_NAME.fullmatch(path.name)
+        if is_ours and not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+            return path
+    return None
 
 
 def _write_and_read(tier: StorageTier, keys: list[bytes]) -> tuple[float, float, int]:
@@ -171,9 +183,8 @@ def _folder_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
     except ConfigError:  # the tier will say so
         yield
         return
-    missing = [
-        path for path in (directory, *directory.parents) if not os.path.exists(path)
-    ]  # unlike Path.exists, never raises
+    # Unlike `Path.exists`, this never raises.
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield
     finally:

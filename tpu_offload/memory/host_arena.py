@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from tpu_offload.errors import TransferError
+from tpu_offload.values import MORE_THREADS
 
 _logger = logging.getLogger(__name__)
 
@@ -113,11 +114,11 @@ def unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any
 
 @dataclasses.dataclass(slots=True)
 class SegmentLimit:
-    """How many segments arenas that belong together may have; allocating threads lower it when memory runs out.
+    """How many segments arenas that belong together may have; lowered when memory or threads run out.
 
     Attributes:
       num_segments: that many.
-      has_failed: memory ran out; set by a thread, which ends then.
+      has_failed: a segment could not be allocated; nothing allocates any more then.
     """
 
     num_segments: int = sys.maxsize
@@ -182,6 +183,8 @@ class HostArena:
 
     def grow(self, num_segments: int) -> None:
         """Allocates segments in the background until there are `num_segments`. Not while it is `growing`."""
+        if len(self._segments) >= num_segments:
+            return
         # The thread holds no reference to the arena, so that an arena that was never closed stops it when collected.
         # It is a daemon, so that an exiting engine does not wait for memory that it will not use.
         thread = threading.Thread(
@@ -193,7 +196,7 @@ class HostArena:
         try:
             thread.start()
         except RuntimeError as e:  # the limit of threads, on which no engine should end
-            _stop_growing(self._limit, len(self._segments), num_segments, e)
+            _stop_growing(self._limit, len(self._segments), num_segments, RuntimeError(f"{e}: {MORE_THREADS}"))
         else:
             self._threads[:] = [thread]
 
@@ -254,7 +257,7 @@ class HostArena:
         try:
             thread.start()
         except RuntimeError as e:  # as in `grow`
-            _log_lost(segment_id, e)
+            _log_lost(segment_id, RuntimeError(f"{e}: {MORE_THREADS}"))
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of chunks lost since the last call."""

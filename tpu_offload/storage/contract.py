@@ -93,7 +93,8 @@ class StorageTier(abc.ABC):
 
         Args:
           key: the key.
-          record: `record_nbytes` bytes, writable, page-aligned; must not be used after the call.
+          record: `record_nbytes` bytes, writable, page-aligned; must not be used after the call, nor kept: a read whose
+            buffer is still in use then has failed.
         Raises:
           KeyError: there is no such key, which is no failure: a server may evict what it likes.
           OSError: the bytes cannot be read.
@@ -143,4 +144,7 @@ class StorageTier(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Releases the tier's resources. Called once, after all other calls have returned."""
+        """Releases the tier's resources. Called once, after all other calls have returned, on a thread of its own.
+
+        It is abandoned if it has not ended after five seconds.
+        """

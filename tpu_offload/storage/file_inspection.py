@@ -32,6 +32,21 @@ _WORKER = re.compile(r"worker-(0|[1-9]\d*)")
 _PLACE = re.compile(r"(worker-\d+)/segment-(\d+)\.kv\+(\d+)")
 
 
+def worker_directories(root: Path) -> list[Path]:
+    """Those of a file tier's workers, by their numbers.
+
+    Raises:
+      OSError: the directory cannot be read.
+    """
+    found = (path for path in root.iterdir() if _WORKER.fullmatch(path.name) and path.is_dir())
+    return sorted(found, key=worker_id_of)
+
+
+def worker_id_of(directory: Path) -> int:
+    """The number of the worker whose directory it is."""
+    return int(directory.name.split("-")[1])
+
+
 @final
 class FileInspector(StoreInspector):
     """Of a `file` tier's directory: all workers' subdirectories.
@@ -46,7 +61,7 @@ class FileInspector(StoreInspector):
         self._root = Path(FileOptions.parse(options).directory)
         self.where = str(self._root)
         try:
-            self._workers = sorted(self._worker_directories(), key=lambda path: int(path.name.split("-")[1]))
+            self._workers = worker_directories(self._root)
         except OSError as e:
             raise ConfigError(f"{self.where} cannot be read: {e.strerror or e}") from None
         if not self._workers:
@@ -56,9 +71,6 @@ class FileInspector(StoreInspector):
             )
         directories = [_Directory(worker) for worker in self._workers]
         self.num_records = sum(len(directory.taken) + len(directory.others) for directory in directories)
-
-    def _worker_directories(self) -> Iterator[Path]:
-        return (path for path in self._root.iterdir() if _WORKER.fullmatch(path.name) and path.is_dir())
 
     def scan(self) -> Iterator[Entry]:
         """See the base class. The time of the last write is known for a worker, not for its records."""

@@ -217,7 +217,11 @@ class _Host:
             lookup = self._lookup
             if lookup is None:
                 lookup = Future()
-                threading.Thread(target=self._resolve, args=(lookup,), daemon=True, name="valkey-lookup").start()
+                thread = threading.Thread(target=self._resolve, args=(lookup,), daemon=True, name="valkey-lookup")
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    raise OSError(f"the name cannot be looked up: {e}") from e
                 self._lookup = lookup
         try:
             return lookup.result(time_left(until_s))

@@ -60,7 +60,7 @@ class HostPool:
         self.num_allowed = num_segments
 
     def note_failure(self) -> bool:
-        """If memory has run out, frees what not all page groups have; whether it has."""
+        """If a segment could not be allocated, frees what not all page groups have; whether it has."""
         if not self.limit.has_failed or self.growing:
             return False
         num_ready = min(group.memory.arena.num_segments_ready for group in self.copies)

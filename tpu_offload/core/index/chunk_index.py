@@ -444,10 +444,12 @@ class ChunkIndex:
             self._discarded.add(container)
         self._lost_slots = []
         self._tier_slots.clear(kept | self.checkpoints.occupied())
-        for container in self._policy.clear():  # it may raise: the slots are free by then
-            self._discarded.add(container)
-        for keys, parent, depth in self._tree.paths():
-            self._policy.insert(_CLEARED, keys, parent, depth)
+        try:
+            for container in self._policy.clear():  # it may raise: the slots are free by then
+                self._discarded.add(container)
+        finally:
+            for keys, parent, depth in self._tree.paths():
+                self._policy.insert(_CLEARED, keys, parent, depth)
 
     def tidy(self) -> list[ChunkKey]:
         """Continues the work that large losses and `clear` deferred, for 3 ms at most.

@@ -139,7 +139,8 @@ class EvictionPolicy(abc.ABC):
           keys: consecutive chunks of a prefix, head first, at least one; none is resident. Orphans of a chunk that was
             lost before are its children again.
           parent: the resident chunk before them; None when they begin a prompt, or when it has another priority.
-          depth: how many chunks of the prompt come before them.
+          depth: how many chunks of the prompt come before them. After `clear` those whose predecessors are gone are
+            inserted as if they began it.
         """
 
     @abc.abstractmethod

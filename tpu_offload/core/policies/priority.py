@@ -116,9 +116,16 @@ class PriorityPolicy(EvictionPolicy):
 
     def clear(self) -> list[Entries]:
         """See the base class."""
-        held: list[Entries] = [entries for p in (self._base, *self._others.values()) for entries in _cleared(p)]
-        held.append(self._level_of)
+        policies = (self._base, *self._others.values())
+        held: list[Entries] = [self._level_of]
         self._others, self._sizes, self._level_of = {}, {}, {}
+        try:
+            for policy in policies:
+                held += _cleared(policy)
+        except BaseException:  # it may be a user's own, and still have chunks that are gone
+            self._base = self._make()
+            self._base.resize(self._num_chunks)
+            raise
         return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:

@@ -195,12 +195,16 @@ class StorageReads:
         The others are being read. While promotions are suspended, it has only these. A long run ends early, and goes on
         where it ends.
         """
-        promoting, end = self._records.promoting, first
+        promoting, end, size = self._records.promoting, first, 1
         stored: Container[ChunkKey] = self._records.stored if self.are_admitted else ()
-        for key in keys[first : min(last, first + _MAX_RUN)]:
-            if key not in stored and key not in promoting:
-                break
-            end += 1
+        last, goes_on = min(last, first + _MAX_RUN), True
+        while goes_on and end < last:
+            for key in keys[end : min(last, end + size)]:  # ever longer slices: most runs are empty or long
+                if key not in stored and key not in promoting:
+                    goes_on = False
+                    break
+                end += 1
+            size *= 8
         num_promoting = len(promoting.intersection(keys[first:end])) if promoting else 0
         return end, end - first - num_promoting
 

@@ -15,6 +15,7 @@ write never lands after the deletion that follows it. When storage is cleared, t
 import functools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
@@ -35,8 +36,6 @@ from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.storage.threads import StorageThreads
 
 _logger = logging.getLogger(__name__)
-
-_CLOSE_S = 5.0  # for the close() of one tier, after its threads have ended
 
 _NO_KEY = ChunkKey(b"\0")  # of a task that concerns no key
 
@@ -80,6 +79,7 @@ class StorageCopies:
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_records = 0  # in flight: each holds its part of a payload or a buffer
         self._landing: list[tuple[StorageItem, list[jax.Array]]] = []  # items that are written into slots, and tokens
+        self._closing: threading.Thread | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -167,7 +167,7 @@ class StorageCopies:
             threads.stop()
 
     def close(self, until_s: float) -> None:
-        """Ends the threads and closes the tier, unless it still hangs at `until_s`, in `time.monotonic`."""
+        """Ends the threads and begins to close the tier, unless it still hangs at `until_s`, in `time.monotonic`."""
         self.stop()
         have_ended = [threads.join(until_s) for threads in self._threads()]
         if not all(have_ended):
@@ -179,20 +179,23 @@ class StorageCopies:
         closing = threading.Thread(target=self._close_tier, name="tpu_offload-storage-close", daemon=True)
         try:
             closing.start()
-        except RuntimeError:  # the interpreter is ending
+        except RuntimeError:  # no thread is left, or the interpreter is ending
             self._close_tier()
             return
-        closing.join(_CLOSE_S)
-        if closing.is_alive():
-            _logger.error(
-                "storage tier %s does not respond: its close() has not ended in %g s, and was abandoned",
-                self._label, _CLOSE_S,
-            )  # fmt: skip
+        self._closing = closing
+
+    def end_close(self, until_s: float) -> None:
+        """Waits for the `close` of the tier, which `close` has begun, until then."""
+        if self._closing is None:
+            return
+        self._closing.join(max(0.0, until_s - time.monotonic()))
+        if self._closing.is_alive():
+            _logger.error("storage tier %s does not respond: its close() has not ended, and was abandoned", self._label)
 
     def _close_tier(self) -> None:
         try:
             self._io.tier.close()
-        except BaseException as e:  # the tier may be the user's own
+        except Exception as e:  # the tier may be the user's own
             _logger.error("storage tier %s failed to close: %s", self._label, error_line(e))
 
     # Inside.
@@ -213,8 +216,8 @@ class StorageCopies:
         wrong = [key for key in keys if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_NBYTES]
         if wrong:
             raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: its stored_keys() has {one_line(wrong[0])}; expected "
-                f"keys of 1 to {MAX_KEY_NBYTES} bytes, as they were written"
+                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: its stored_keys() has {one_line(wrong[0])}, a "
+                f"{type(wrong[0]).__name__}; expected bytes, 1 to {MAX_KEY_NBYTES} of them, as they were written"
             )
         if keys:
             _logger.info("storage tier %s holds %d records of an earlier run", self._label, len(keys))

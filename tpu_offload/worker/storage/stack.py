@@ -36,7 +36,8 @@ from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
-_CLOSE_S = 1.0  # `close` waits this long for the threads of all tiers, which are idle unless a tier hangs
+_CLOSE_S = 1.0  # `close` waits this long for the threads of all tiers, which are idle unless a tier hangs,
+_END_S = 5.0  # and then this long for the `close` of all tiers
 
 
 @final
@@ -125,7 +126,10 @@ class StorageStack:
                 jobs=self._jobs,
             )
         except BaseException:
-            tier.close()
+            try:
+                tier.close()
+            except Exception as e:  # the tier may be the user's own
+                _logger.error("storage tier %s failed to close: %s", settings.label, error_line(e))
             raise
 
     @property
@@ -193,6 +197,9 @@ class StorageStack:
         until_s = time.monotonic() + _CLOSE_S
         for tier in self._tiers.values():
             tier.close(until_s)
+        until_s = time.monotonic() + _END_S
+        for tier in self._tiers.values():
+            tier.end_close(until_s)
 
     # Inside.
 

@@ -10,6 +10,7 @@ from typing import final
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.types import ChunkKey
+from tpu_offload.values import MORE_THREADS
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
 _STOP_CHECK_S = 0.1
@@ -41,8 +42,7 @@ class StorageThreads:
             except RuntimeError as e:
                 self.stop()
                 raise ConfigError(
-                    f"{thread.name}: the thread cannot be started ({e}); a storage tier has up to 7: allow this "
-                    "process more (ulimit -u, or pids.max of its cgroup)"
+                    f"{thread.name}: the thread cannot be started ({e}); a storage tier has up to 7: {MORE_THREADS}"
                 ) from e
             self._threads.append(thread)
 
