@@ -147,6 +147,7 @@ class RequestState:
         saved.keys = self.keys
         saved.block_table = block_table
         saved.num_offered_chunks = num_chunks
+        saved.named_before_job = self.named_before_job
         saved.can_save = self.can_save
         return saved
 
