@@ -321,7 +321,7 @@ class JobResult:
     Attributes:
       job_id: the job.
       state: FINISHED, FAILED or CANCELLED.
-      error: what went wrong, in one line; empty if FINISHED.
+      error: what went wrong, in one line; empty unless FAILED.
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
         them, as always for a swap. Of a storage job: positions in its chunks or deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.

@@ -799,34 +799,3 @@ def test_a_probe_is_given_up_although_the_policy_raises(faulty):
     engine.clock.now_s += 1000
     engine.serve("other", tokens(16, start=1000))
     assert match(engine, "second probe", tokens(16, start=1000)), "or loads were suspended for ever"
-
-
-@pytest.mark.parametrize("is_named_since", [False, True])
-def test_a_save_that_was_cancelled_is_offered_again_only_if_its_request_was_named_since(is_named_since):
-    """The step was not executed, so what the engine said of it may not be so."""
-    engine = FakeEngine()
-    scheduler = engine.scheduler
-    hashes: list[BlockHash] = []
-    engine.hasher.extend(hashes, tokens(16))
-    match(engine, "a", tokens(16))
-
-    def named(num_computed_tokens):
-        return ScheduledRequest(
-            request_id="a",
-            block_tables=[[3, 1, 4, 2]],
-            block_hashes=hashes,
-            num_prompt_tokens=16,
-            num_computed_tokens=num_computed_tokens,
-        )
-
-    (save,) = scheduler.plan_step([named(8)]).of(JobKind.SAVE)
-    if is_named_since:
-        scheduler.plan_step([named(12)])
-    cancelled = JobResult(job_id=save.job_id, state=JobState.CANCELLED, error="end_step was not called")
-    scheduler.apply(engine.workers[0].report([cancelled]))
-    assert bool(scheduler.plan_step().of(JobKind.SAVE)) == is_named_since
-    scheduler.check_invariants()
-    scheduler.plan_step([named(16)])
-    assert not scheduler.plan_step().of(JobKind.SAVE), "all of it is being saved"
-    assert scheduler.stats().num_failed_jobs == 1
-    scheduler.check_invariants()

@@ -54,7 +54,6 @@ class Job:
       state: PLANNED, SENT or an end.
       all_failed: all of its blocks count as failed, even if the workers report success; `error` says why.
       failed_blocks: positions of the blocks that some worker did not copy, where that is known.
-      was_cancelled: some worker has not begun it, because its blocks may hold no KV.
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
       is_void: what it copies was made invalid by a reset: unless a copy failed, its end is no failure to report.
@@ -95,7 +94,6 @@ class Job:
         self.state: JobState = JobState.PLANNED
         self.all_failed = False
         self.failed_blocks: frozenset[int] = frozenset()
-        self.was_cancelled = False
         self.copy_failed = False
         self.is_void = False
         self.detached = False
@@ -162,7 +160,6 @@ class Job:
             return
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
         self.copy_failed |= result.state is JobState.FAILED
-        self.was_cancelled |= result.state is JobState.CANCELLED
         # A swap succeeds or fails as a whole.
         if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.wire.num_items:
             self.failed_blocks |= set(result.failed_blocks)

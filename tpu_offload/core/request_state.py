@@ -102,7 +102,6 @@ class RequestState:
       block_table: its first blocks of full attention, at least those of the chunks on offer, as the engine last named
         them; not shared. Empty while nothing is on offer.
       num_offered_chunks: leading chunks that should be in the host tier by now; their keys are known.
-      named_before_job: the id of the next job when the engine last named it.
       num_gone_chunks: leading chunks that HBM has evicted already (of a prefix that it evicts).
       num_tried_chunks: `num_offered_chunks` when a plan last tried to save them.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
@@ -129,7 +128,6 @@ class RequestState:
         self.load: Job | WaitingLoad | None = None
         self.block_table: Ids = []
         self.num_offered_chunks = 0
-        self.named_before_job = 0
         self.num_gone_chunks = 0
         self.num_tried_chunks = 0
         self.num_saved_chunks = 0
@@ -147,7 +145,6 @@ class RequestState:
         saved.keys = self.keys
         saved.block_table = block_table
         saved.num_offered_chunks = num_chunks
-        saved.named_before_job = self.named_before_job
         saved.can_save = self.can_save
         return saved
 

@@ -79,7 +79,6 @@ class SavePlanner:
     def __init__(self, context: TierContext, policy: SavePolicy) -> None:
         self._index = context.index
         self._staging = context.staging
-        self._job_table = context.jobs
         self._jobs = SaveJobs(context, _ACCOUNT, ChunkWrites(context.index))
         self._policy = policy
         self._breaker = context.breakers[Direction.SAVE]
@@ -175,7 +174,6 @@ class SavePlanner:
         self.observe(request, num_chunks)
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
-        request.named_before_job = self._job_table.next_job_id
         self._mark_unsaved(request)
         if offer.tails:
             self._checkpoints.add(JobKind.SAVE, request, [tail for tail in offer.tails if tail.boundary <= worth])
@@ -271,33 +269,14 @@ class SavePlanner:
     def rewind(self, requests: Iterable[RequestState], lost: set[ChunkKey]) -> None:
         """Offers lost chunks again, for each request that had saved them. O(requests + chunks behind the lost ones)."""
         for request in requests:
-            if self._rewind(request, lost):
-                self._mark_unsaved(request)
-
-    def withdraw(self, requests: Iterable[RequestState], lost: set[ChunkKey], *, job_id: int) -> None:
-        """As `rewind`, of a save whose blocks may hold no KV: offers them again only if their request was named since.
-
-        A step that was not executed has computed nothing, whatever the engine said of it before.
-        """
-        for request in requests:
-            if self._rewind(request, lost):
-                if request.named_before_job > job_id:
+            missing, end = self._index.missing(request.keys, 0, request.num_saved_chunks)
+            first = missing[0] if missing else end  # those before it are there
+            for i, key in enumerate(request.keys[first : request.num_saved_chunks], first):
+                if key in lost:
+                    request.num_saved_chunks = i
+                    request.num_tried_chunks = 0
                     self._mark_unsaved(request)
-                else:
-                    request.num_offered_chunks = min(request.num_offered_chunks, request.num_saved_chunks)
-                    request.num_deferred_chunks = 0
-                    self._unsaved.pop(request.account, None)
-
-    def _rewind(self, request: RequestState, lost: set[ChunkKey]) -> bool:
-        """Whether a request had saved one of the lost chunks; then that one and those after it are not saved."""
-        missing, end = self._index.missing(request.keys, 0, request.num_saved_chunks)
-        first = missing[0] if missing else end  # those before it are there
-        for i, key in enumerate(request.keys[first : request.num_saved_chunks], first):
-            if key in lost:
-                request.num_saved_chunks = i
-                request.num_tried_chunks = 0
-                return True
-        return False
+                    break
 
     def rewind_all(self, requests: Iterable[RequestState]) -> None:
         """Offers all saved chunks again: the host tier is empty."""

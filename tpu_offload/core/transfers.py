@@ -270,11 +270,7 @@ class Transfers:
         if published and self._on_saved is not None:
             self._on_saved(published)
         if bad:
-            lost = writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT)
-            if job.was_cancelled:
-                self._saves.withdraw(self._requests.all(), set(lost), job_id=job.job_id)
-            else:
-                self.mark_lost(lost)
+            self.mark_lost(writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 
     def _resume_request(self, job: Job) -> None:
         """A load has ended, or was given up: adds it to the next update, and the request stops waiting."""

@@ -118,10 +118,8 @@ class ForwardPassCopies:
         return done.saving_job_ids, done.saves
 
     def abandon(self) -> None:
-        """The forward pass never returned: its loads have failed, and its saves and those that follow are cancelled."""
+        """The forward pass never returned: its copies have failed, and the saves that were to follow it fail too."""
         if self._pass is not None:
-            for job_id in self._pass.saving_job_ids:
-                self._jobs.cancel(job_id, unwritten=True)
             job_ids, _ = self.end(None)
             self._jobs.drop_ref(
                 job_ids, "the forward pass that was to compute its blocks did not return; call end_step after it"

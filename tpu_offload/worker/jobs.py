@@ -194,9 +194,7 @@ class WorkerJobs:
 
     def _end(self, job_id: int, job: _Job) -> None:
         del self._jobs[job_id]
-        state = JobState.CANCELLED if job.cancelled else JobState.FINISHED
-        if job.error and (job.writes_caches or not job.cancelled):  # else a save whose blocks may hold no KV
-            state = JobState.FAILED
+        state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
             what = "storage" if job.of_storage else "into HBM" if job.writes_caches else "out of HBM"
             _logger.warning("job %d (%s) failed: %s", job_id, what, job.error)

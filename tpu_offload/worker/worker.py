@@ -217,7 +217,7 @@ class OffloadWorker:
             self._tier.abandon_pass()
             self._tier.abandon_backlog()
         if given is not None:
-            self._cancel_unbegun(plan.jobs)
+            self._cancel_unbegun(plan)
             self._jobs.raise_watermark(plan.next_job_id)
         return self._gate.epoch
 
@@ -262,8 +262,6 @@ class OffloadWorker:
         plan = self._sound(plan)
         if not self._gate.begin(plan):
             return kv_caches
-        if self._plan[0] is not None:
-            self._cancel_unended(self._plan[1])
         if plan.division is not None and tier is not None:
             tier.pools.divide(plan.division)
         if self._gate.is_stale(plan):
@@ -356,19 +354,12 @@ class OffloadWorker:
                 "cancelled",
                 plan.step_id, self._gate.epoch.worker_id, self._gate.epoch.num_losses, num_jobs,
             )  # fmt: skip
-        self._cancel_unbegun(plan.jobs)
+        self._cancel_unbegun(plan)
         return dataclasses.replace(plan, jobs=())
 
-    def _cancel_unended(self, plan: StepPlan) -> None:
-        """Cancels the saves of a plan whose `end_step` was not called: its forward pass may have computed nothing."""
-        saves = [job for job in plan.of(JobKind.SAVE) if not self._jobs.knows(job.job_id)]
-        if saves:
-            _logger.warning("end_step was not called for plan %d: its %d saves are cancelled", plan.step_id, len(saves))
-            self._cancel_unbegun(saves)
-
-    def _cancel_unbegun(self, jobs: Iterable[CopyJob]) -> None:
-        """Ends each of these jobs that has not begun, as cancelled."""
-        for job in jobs:
+    def _cancel_unbegun(self, plan: StepPlan) -> None:
+        """Ends each job of a plan that has not begun, as cancelled."""
+        for job in plan.jobs:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)
                 self._jobs.cancel(job.job_id, unwritten=True)
