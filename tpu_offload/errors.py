@@ -35,3 +35,7 @@ class CompileError(OffloadError):
 
 class CachesLostError(TransferError):
     """A failed load destroyed the KV caches; the engine must make new ones and recompute what they held."""
+
+
+MORE_THREADS = "allow this process more of them (ulimit -u, or pids.max of its cgroup)"
+"""What to do about "can't start new thread", for messages."""

@@ -16,10 +16,6 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-MORE_THREADS = "allow this process more of them (ulimit -u, or pids.max of its cgroup)"
-"""What to do about "can't start new thread"."""
-
-
 def as_count(value: Any, *, least: int = 0) -> int | None:
     """Like `as_integer`, but None if it is less than `least` or has more than 63 bits."""
     count = as_integer(value)

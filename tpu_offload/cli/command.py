@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from tpu_offload.cli.interrupts import INTERRUPTED, interrupt_once, was_interrupted
-from tpu_offload.errors import InputError, OffloadError
-from tpu_offload.values import MORE_THREADS
+from tpu_offload.errors import MORE_THREADS, InputError, OffloadError
 
 _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _NO_THREAD = "can't start new thread"  # Python's own words

@@ -20,8 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from tpu_offload.errors import TransferError
-from tpu_offload.values import MORE_THREADS
+from tpu_offload.errors import MORE_THREADS, TransferError
 
 _logger = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import final
 
-from tpu_offload.errors import ConfigError
+from tpu_offload.errors import MORE_THREADS, ConfigError
 from tpu_offload.types import ChunkKey
-from tpu_offload.values import MORE_THREADS
 
 _NUM_THREADS = 3  # for reads, and as many for writes: two keep a disk busy while one computes a checksum
 _STOP_CHECK_S = 0.1
