@@ -83,7 +83,7 @@ def test_the_first_lookup_after_a_restart(tmp_path, monkeypatch):
         worker.close()
 
 
-@pytest.mark.parametrize("told_by", ["naming it again", "preempt", "finish"])
+@pytest.mark.parametrize("told_by", ["abort_step", "preempt", "finish"])
 def test_a_forward_pass_that_failed_and_left_the_caches_whole(told_by):
     """By "Failed steps": nothing of it is saved, though its saves were planned and the engine goes on."""
     caches = random_caches(np.random.default_rng(0), num_blocks=8)
@@ -109,16 +109,25 @@ def test_a_forward_pass_that_failed_and_left_the_caches_whole(told_by):
     assert plan.of(JobKind.SAVE)
     caches = worker.begin_step(plan, caches)
     # Here the pass fails. There is no `end_step`.
-    if told_by != "naming it again":
+    if told_by == "abort_step":
+        worker.abort_step(plan)
+        scheduler.abort_step(plan)
+    else:
         getattr(scheduler, told_by)("a")
     for _ in range(4):
-        plan = scheduler.plan_step([named(0)] if told_by == "naming it again" else [])
+        plan = scheduler.plan_step()
         assert not plan.jobs
         caches = worker.begin_step(plan, caches)
         worker.end_step(plan, caches)
         scheduler.apply(worker.poll())
     found = scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     assert found.state is tpu_offload.MatchState.MISS
+    plan = scheduler.plan_step([named(16)])  # computed in the end
+    caches = worker.begin_step(plan, caches)
+    worker.end_step(plan, caches)
+    while scheduler.has_jobs:
+        scheduler.apply(worker.poll(wait=True))
+    assert scheduler.match("c", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     worker.close()
 
 

@@ -224,6 +224,13 @@ class SimEngine:
                 writes += group.writes(table, [*request.kv[span.start :], *rejected], span.start)
         return writes
 
+    def abort_step(self, spans: list[TokenSpan]) -> None:
+        """The step was not executed: its tokens are computed again, and its requests named again."""
+        for span in spans:
+            span.request.num_named = 0
+            self.tables.unsettle(span.request.tables, span.start, span.end)
+        self.counts["aborted steps"] += bool(spans)
+
     def complete(self, spans: list[TokenSpan]) -> None:
         """Processes the results of the step."""
         for span in spans:

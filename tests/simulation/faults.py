@@ -38,6 +38,7 @@ class Faults:
             "lose_caches": self._lose_caches,
             "repeat_plan": self._repeat_plan,
             "late_plan": self._late_plan,
+            "abort_step": self._abort_step,
             "dead": self._die,
             "short": self._run_short,
             "move": self._move,
@@ -45,6 +46,7 @@ class Faults:
 
     def stop(self) -> None:
         """Disarms all faults; what is delayed or lost already stays so."""
+        self._world.aborts_next = False
         for worker, channel in zip(self._world.workers, self._world.channels, strict=True):
             for faults in worker.faults.values():
                 faults.clear()
@@ -53,6 +55,10 @@ class Faults:
             if worker.segments is not None:
                 worker.segments.fails = False
             channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
+
+    def _abort_step(self, a: int, b: int) -> None:
+        self._world.aborts_next, self._world.unaware = True, (0, a, -1)[b % 3]
+        self._note("abort_step", "the forward pass of the next step is not executed")
 
     def _worker(self, number: int) -> SimWorker:
         return self._world.workers[number % len(self._world.workers)]

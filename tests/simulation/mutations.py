@@ -287,6 +287,10 @@ MUTATIONS = (
     ),
     # Saves.
     Mutation(
+        "what an aborted step was to compute stays on offer", "SavePlanner.abort_step", "self.clear_offer(...)", ""
+    ),
+    Mutation("a save of an aborted step is published", "Transfers.abort_step", "job.job_id in job_ids", "False"),
+    Mutation(
         "the sampled token counts as computed",
         "SaveBySightings.num_tokens_to_save",
         "min(_1, num_computed_tokens)",

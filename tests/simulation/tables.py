@@ -122,6 +122,15 @@ class BlockTables:
                 assert table[target] == NULL, "two blocks where there is one"
                 table[source], table[target] = NULL, table[source]
 
+    def unsettle(self, tables: Tables, start: int, end: int) -> None:
+        """Such a step was not executed after all."""
+        for group, table in zip(self.groups, tables, strict=True):
+            moved = group.moved(start, end)
+            if moved is not None:
+                source, target = moved
+                table[source], table[target] = table[target], NULL
+        self.release_left_over(tables, start)
+
     def can_continue(self, tables: Tables, num_computed: int) -> bool:
         """Whether a request has all blocks that tokens after these depend on."""
         wanted = [group.needed(num_computed) for group in self.groups]

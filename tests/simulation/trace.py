@@ -8,7 +8,7 @@ can be shrunk.
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ _EVERYDAY = ("abort", "preempt")
 # Per ten thousand steps, in a run with states: memory moves between its pools, or an allocation fails.
 MEMORY_RATES = {"move": 1000, "short": 60}
 
-KINDS = ("step", "arrive", *RATES, *MEMORY_RATES)
+# Per ten thousand steps, in some runs: the forward pass of a step is not executed.
+ABORT_STEP, ABORT_STEP_RATE = "abort_step", 500
+
+KINDS = ("step", "arrive", *RATES, *MEMORY_RATES, ABORT_STEP)
 
 # Runs with mostly one kind of event.
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
@@ -305,8 +308,9 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     setup = _with_groups(setup, random.Random(f"groups {seed}"))
     actions = _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
     if setup.segment_slots:
-        actions = _with_memory(actions, random.Random(f"memory {seed}"))
-    return setup, actions
+        actions = _with_added(actions, MEMORY_RATES, [0, 1, 1, 3], random.Random(f"memory {seed}"))
+    factors = [0, 0, 0, 0, 1, 3]
+    return setup, _with_added(actions, {ABORT_STEP: ABORT_STEP_RATE}, factors, random.Random(f"aborted steps {seed}"))
 
 
 def _draw_setup(rng: random.Random, seed: int) -> Setup:
@@ -380,17 +384,19 @@ def _draw_segments(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _with_memory(actions: list[Action], rng: random.Random) -> list[Action]:
-    """Adds moves of memory and failing allocations; drawn separately, so that other runs stay as they are."""
-    rates = {kind: rate * rng.choice([0, 1, 1, 3]) / 10_000 for kind, rate in MEMORY_RATES.items()}
-    with_memory: list[Action] = []
+def _with_added(
+    actions: list[Action], per_10_000: Mapping[str, int], factors: Sequence[int], rng: random.Random
+) -> list[Action]:
+    """Adds actions of other kinds before steps; drawn separately, so that other runs stay as they are."""
+    rates = {kind: rate * rng.choice(factors) / 10_000 for kind, rate in per_10_000.items()}
+    added: list[Action] = []
     for action in actions:
         if action[0] == "step":
-            with_memory += [
+            added += [
                 (kind, rng.getrandbits(30), rng.getrandbits(30)) for kind, rate in rates.items() if rng.random() < rate
             ]
-        with_memory.append(action)
-    return with_memory
+        added.append(action)
+    return added
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

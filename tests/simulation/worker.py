@@ -157,6 +157,14 @@ class SimWorker:
             self._end_long_loads()
         self._grow()
 
+    def abort_step(self, plan: StepPlan) -> None:
+        """The forward pass was not executed, and this worker knows."""
+        begun = self._plan
+        if begun is not None and begun.step_id == plan.step_id:
+            self._cancel_all(dataclasses.replace(begun, jobs=begun.of(JobKind.SAVE)))
+            self._plan = dataclasses.replace(begun, jobs=())
+        self.end_step(plan)
+
     def report(self) -> StepReport:
         """The report of the current step."""
         results, self.results = tuple(self.results), []

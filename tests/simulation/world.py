@@ -40,6 +40,8 @@ class Dispatched:
       writes: (block, offset, KV) written by the forward pass.
       open_jobs: jobs that had not ended when it was planned.
       cache_epochs: cache epochs of the workers, as known then.
+      is_aborted: its forward pass is not executed.
+      unaware: the workers that save nevertheless, as a set of bits.
     """
 
     plan: StepPlan
@@ -47,6 +49,8 @@ class Dispatched:
     writes: tuple[tuple[int, int, int], ...]
     open_jobs: frozenset[int]
     cache_epochs: tuple[tuple[int, int], ...]
+    is_aborted: bool = False
+    unaware: int = 0
 
 
 @final
@@ -69,7 +73,9 @@ class World:
         self.steps_in_flight: deque[Dispatched] = deque()
         self.repeats: list[int] = []  # workers that receive the next plan twice
         self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
-        self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
+        self.late_plans: list[tuple[int, int, Dispatched]] = []  # worker, number of plans before it, step
+        self.aborts_next = False  # the next step is not executed
+        self.unaware = 0  # the workers that are not told so, as a set of bits
         groups = make_groups(setup)
         pages = PageGroup(layer_ids=(0, 1), page_shape=(setup.block_size, 2, 2, 8), dtype="bfloat16")
         layout = KVLayout(
@@ -125,11 +131,7 @@ class World:
         spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
         if not plan.empty:
             self._log_plan(plan)
-        reads = tuple(read for span in spans for read in self._reads(span))
-        writes = tuple(engine.writes(spans))
-        engine.complete(spans)
-        epochs = workers_of(self.scheduler).epochs
-        self.steps_in_flight.append(Dispatched(plan, reads, writes, frozenset(model.jobs), epochs))
+        self.steps_in_flight.append(self._dispatch(plan, spans))
         if len(self.steps_in_flight) > self.setup.ahead:
             self._execute(self.steps_in_flight.popleft())
         for worker, channel in zip(self.workers, self.channels, strict=True):
@@ -141,6 +143,20 @@ class World:
         model.check(stats)
         self.counts["steps with all workers dead"] += len(self.dead) == len(self.workers)
         self.counts["steps with slots in quarantine"] += stats.num_quarantined_chunks > 0
+
+    def _dispatch(self, plan: StepPlan, spans: list[TokenSpan]) -> Dispatched:
+        """What the workers execute: the step that computes these spans, or a part of it."""
+        engine, open_jobs, epochs = self.engine, frozenset(self.model.jobs), workers_of(self.scheduler).epochs
+        if self.aborts_next:
+            self.aborts_next = False
+            self.log(f"plan {plan.step_id} is aborted")
+            engine.abort_step(spans)
+            self.scheduler.abort_step(plan)
+            return Dispatched(plan, (), (), open_jobs, epochs, is_aborted=True, unaware=self.unaware)
+        reads = tuple(read for span in spans for read in self._reads(span))
+        writes = tuple(engine.writes(spans))
+        engine.complete(spans)
+        return Dispatched(plan, reads, writes, open_jobs, epochs)
 
     def _execute(self, step: Dispatched) -> None:
         """The workers execute a step that was planned now or some steps ago."""
@@ -162,11 +178,11 @@ class World:
             for block, offset, value in step.writes:
                 hbm[block][offset] = self.junk.one() if caches_lost else value
             if worker.worker_id not in self.late:
-                worker.end_step(step.plan)
+                _end(worker, step)
                 if worker.worker_id in self.repeats:
                     worker.begin_step(step.plan, self.num_steps)
-                    worker.end_step(step.plan)
-        self._deliver_late_plans(step.plan)
+                    _end(worker, step)
+        self._deliver_late_plans(step)
         self.repeats.clear()
         self.late.clear()
 
@@ -176,15 +192,15 @@ class World:
         # (0, 0): no report of its first incarnation had arrived yet.
         return (known if known != (0, 0) else (FIRST_INCARNATION, 0)) != (now.incarnation, now.num_losses)
 
-    def _deliver_late_plans(self, plan: StepPlan) -> None:
+    def _deliver_late_plans(self, step: Dispatched) -> None:
         """Delivers plans that later ones have overtaken."""
-        waiting, self.late_plans = self.late_plans, [(i, n, plan) for i, n in self.late.items()]
+        waiting, self.late_plans = self.late_plans, [(i, n, step) for i, n in self.late.items()]
         for worker_id, num_others, late in waiting:
             if num_others > 1 or worker_id in self.late:
                 self.late_plans.append((worker_id, num_others - 1, late))
             else:
-                self.workers[worker_id].begin_step(late, self.num_steps)
-                self.workers[worker_id].end_step(late)
+                self.workers[worker_id].begin_step(late.plan, self.num_steps)
+                _end(self.workers[worker_id], late)
 
     def deliver(self) -> None:
         """Delivers the reports that have arrived to the scheduler."""
@@ -403,6 +419,14 @@ def _host_size(setup: Setup, layout: KVLayout) -> dict[str, Any]:
 def _path(setup: Setup, bits: int) -> str:
     """The copy path of a direction: staged if any worker stages it, by these bits of `setup.staged`."""
     return "staged" if setup.staged & bits & (1 << 2 * setup.num_workers) - 1 else "direct"
+
+
+def _end(worker: SimWorker, step: Dispatched) -> None:
+    """The part of a step after the forward pass."""
+    if step.is_aborted and not step.unaware >> worker.worker_id & 1:
+        worker.abort_step(step.plan)
+    else:
+        worker.end_step(step.plan)
 
 
 def _show(report) -> str:

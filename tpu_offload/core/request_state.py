@@ -102,12 +102,14 @@ class RequestState:
       block_table: its first blocks of full attention, at least those of the chunks on offer, as the engine last named
         them; not shared. Empty while nothing is on offer.
       num_offered_chunks: leading chunks that should be in the host tier by now; their keys are known.
+      offered_in_step: id of the last step that the engine named it for.
       num_gone_chunks: leading chunks that HBM has evicted already (of a prefix that it evicts).
       num_tried_chunks: `num_offered_chunks` when a plan last tried to save them.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
       backoff_until_s: before this time a chunk on offer backs off, and no plan tries to save the request.
       num_checkpoint_chunks: the last boundary whose checkpoint was to be saved.
+      num_checkpoint_chunks_before: the same, before that step.
       rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       can_save: False once a reset has invalidated the KV in its blocks for other requests, or the caches were lost.
       has_kv: False once the caches were lost, until it is matched again: neither its own blocks nor those that its last
@@ -128,12 +130,13 @@ class RequestState:
         self.load: Job | WaitingLoad | None = None
         self.block_table: Ids = []
         self.num_offered_chunks = 0
+        self.offered_in_step = -1
         self.num_gone_chunks = 0
         self.num_tried_chunks = 0
         self.num_saved_chunks = 0
         self.num_deferred_chunks = 0
         self.backoff_until_s = 0.0
-        self.num_checkpoint_chunks = 0
+        self.num_checkpoint_chunks = self.num_checkpoint_chunks_before = 0
         self.rolling: Checkpoint | None = None
         self.can_save = True
         self.has_kv = True

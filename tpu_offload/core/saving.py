@@ -157,9 +157,11 @@ class SavePlanner:
         tails = self._checkpoints.read(request, scheduled, num_chunks) if has_tails else []
         return Offer(num_chunks, hashes, num_same, block_ids, tails)
 
-    def offer(self, offers: Offers) -> None:
+    def offer(self, offers: Offers, *, step_id: int) -> None:
         """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
         for request, offer in offers.values():
+            request.offered_in_step = step_id
+            request.num_checkpoint_chunks_before = request.num_checkpoint_chunks
             self._offer(request, offer)
             self._requests.add(request)
 
@@ -213,6 +215,14 @@ class SavePlanner:
         request.block_table = []
         request.num_offered_chunks = 0
         self._unsaved.pop(request.account, None)
+
+    def abort_step(self, requests: Iterable[RequestState], step_id: int) -> None:
+        """This step and those after it have computed nothing of what they were to: drops what was offered for them."""
+        self.abandon_plan()
+        for request in requests:
+            if request.offered_in_step >= step_id:
+                self.clear_offer(request)
+                request.num_checkpoint_chunks = request.num_checkpoint_chunks_before
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> None:
         """A request gives up its blocks and will return: saves them early, if the policy saves at preemption."""

@@ -9,6 +9,7 @@ The life of a request, as calls of the engine:
     plan = plan_step(...)     every step, with the requests that complete a block in it:
                               loads to start, blocks to save, loads to cancel
     update = apply(report)    every step, one report a worker: which requests are loaded or must be recomputed
+    abort_step(plan)          its forward pass was not executed, and the engine goes on
     preempt(...)/finish(...)  the request gives its blocks back, at any time
     evict(...)                the prefix cache in HBM is about to evict blocks
     swap                      swaps a preempted request's KV out and back in (see `core.swap`)
@@ -55,6 +56,7 @@ from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import (
     check_epoch,
     check_match,
+    check_plan,
     check_prefix,
     check_request,
     check_scheduled,
@@ -323,6 +325,26 @@ class OffloadScheduler:
         self._transfers.mark_caches_lost()
         self._swap.mark_caches_lost()
 
+    def abort_step(self, plan: Given[StepPlan]) -> None:
+        """The forward pass of a plan was not executed, or has failed, and the KV caches are whole: the engine goes on.
+
+        Nothing is saved of what that step, or one that was planned after it, was to compute. Of the requests that these
+        plans named nothing is on offer until they are named again; name them for the step that computes their blocks,
+        even if no other block is complete then. Requests that were swapped out since that plan are lost
+        (`Update.lost_swaps`), and what was preempted since is not saved. Loads, and what other requests offer, are not
+        affected. `OffloadWorker.abort_step` tells the workers.
+
+        Call it before the next `plan_step`, and before the reports that follow that step.
+
+        Args:
+          plan: from `plan_step`; of several that were not executed the first.
+        Raises:
+          RequestError: it is not a plan of this scheduler; nothing was changed.
+        """
+        plan = check_plan(plan, num_steps=self._num_steps, next_job_id=self._jobs.next_job_id)
+        self._transfers.abort_step(plan)
+        self._swap.abort_step(plan.next_job_id)
+
     def preempt(self, request_id: Given[str], *, held: Given[ScheduledRequest | None] = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
 
@@ -524,7 +546,7 @@ class OffloadScheduler:
         """Plans saves and loads; returns the ids of loads to cancel."""
         if not self._enabled:
             return ()
-        self._saves.offer(offers)
+        self._saves.offer(offers, step_id=self._num_steps)
         cancelled = self._transfers.plan(now_s) if self._transfers.has_plans else ()
         self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
         if self._has_storage:

@@ -17,7 +17,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
+from tpu_offload.types import ChunkKey, Direction, JobKind, JobState, StepPlan
 
 TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
 _NO_SLOTS: Set[int] = frozenset()
@@ -157,6 +157,18 @@ class Transfers:
         for job in self._jobs.of(*TRANSFERS):
             job.is_void = True
             self._give_up(job, "the cache was reset")
+
+    def abort_step(self, plan: StepPlan) -> None:
+        """The forward pass of a plan was not executed: publishes no save that reads what it was to compute.
+
+        Those are the saves that follow it, and all saves of later plans. The early saves of the plan itself come before
+        the pass.
+        """
+        self._saves.abort_step(self._requests.all(), plan.step_id)
+        job_ids = {job.job_id for job in plan.of(JobKind.SAVE)}
+        for job in self._jobs.of(JobKind.EARLY_SAVE, JobKind.SAVE):
+            if job.job_id >= plan.next_job_id or job.job_id in job_ids:
+                job.make_void("the step was aborted")
 
     def fail_in_flight(self, worker_id: int, *, why: str) -> None:
         """Fails the jobs sent to a worker that has restarted: they are lost, or will run with empty host memory."""

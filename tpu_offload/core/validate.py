@@ -15,7 +15,7 @@ from tpu_offload.core.block_tables import check_sequence, read_tables
 from tpu_offload.core.engine_api import CachedPrefix, RequestLimits, ScheduledRequest
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
+from tpu_offload.types import CacheEpoch, CopyJob, JobResult, JobState, StepPlan, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 
 _FINISHED: Final = JobState.FINISHED
@@ -239,6 +239,26 @@ def check_epoch(epoch: Any, *, num_workers: int) -> None:
             f"the KV caches are named by {one_line(epoch)}; expected integers from 0 on, and a worker_id of 0 to "
             f"{num_workers - 1}"
         )
+
+
+def check_plan(plan: Any, *, num_steps: int, next_job_id: int) -> StepPlan:
+    """Raises RequestError unless this is a plan that a scheduler has made, of so many steps and jobs."""
+    kind = type(plan)
+    if kind is not StepPlan:
+        raise RequestError(f"a step is aborted by {one_line(plan)}; expected the StepPlan that plan_step returned")
+    if (
+        not _are_counts((plan.step_id, plan.next_job_id))
+        or plan.step_id >= num_steps
+        or plan.next_job_id > next_job_id
+        or type(plan.jobs) is not tuple
+        or not set(map(type, plan.jobs)) <= {CopyJob}
+    ):
+        raise RequestError(
+            f"plan {one_line(plan.step_id)} is aborted, whose jobs are below {one_line(plan.next_job_id)}; expected "
+            f"one of this scheduler's {num_steps} plans, with jobs below {next_job_id}"
+        )
+    checked: StepPlan = plan
+    return checked
 
 
 def check_limits(request_id: str, limits: Any) -> None:

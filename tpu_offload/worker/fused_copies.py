@@ -125,6 +125,21 @@ class ForwardPassCopies:
                 job_ids, "the forward pass that was to compute its blocks did not return; call end_step after it"
             )
 
+    def abort(self) -> None:
+        """The forward pass was not executed: its loads have failed; its saves and those to follow it are cancelled."""
+        done, self._pass = self._pass, None
+        if done is None:
+            return
+        for job_id in done.saving_job_ids:
+            self._jobs.cancel(job_id, unwritten=True)
+        fused = done.fused.pop(Direction.SAVE, None)
+        if fused is not None:
+            segment_id, moves = fused
+            self._group.memory.check_segment(segment_id, lost=False)
+            self._jobs.drop_ref(moves.jobs())
+        self._fail(done, TransferError("the forward pass that was to copy it was not executed"))
+        self._jobs.drop_ref(done.saving_job_ids)
+
     def _fail(self, done: _ForwardPass, error: Exception) -> None:
         """Fails the copies inside the forward pass; the saves that follow it are unchanged."""
         fused, done.fused = done.fused, {}

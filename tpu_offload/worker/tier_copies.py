@@ -235,6 +235,11 @@ class TierCopies:
         if self._fused is not None:
             self._fused.abandon()
 
+    def abort_pass(self) -> None:
+        """The forward pass was not executed: as `abandon_pass`, but the saves are cancelled."""
+        if self._fused is not None:
+            self._fused.abort()
+
     def abandon_backlog(self) -> None:
         """The caches are lost: cancels every load in the backlog."""
         for load in self._backlog:

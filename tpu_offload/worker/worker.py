@@ -217,7 +217,7 @@ class OffloadWorker:
             self._tier.abandon_pass()
             self._tier.abandon_backlog()
         if given is not None:
-            self._cancel_unbegun(plan)
+            self._cancel_unbegun(plan.jobs)
             self._jobs.raise_watermark(plan.next_job_id)
         return self._gate.epoch
 
@@ -354,12 +354,12 @@ class OffloadWorker:
                 "cancelled",
                 plan.step_id, self._gate.epoch.worker_id, self._gate.epoch.num_losses, num_jobs,
             )  # fmt: skip
-        self._cancel_unbegun(plan)
+        self._cancel_unbegun(plan.jobs)
         return dataclasses.replace(plan, jobs=())
 
-    def _cancel_unbegun(self, plan: StepPlan) -> None:
-        """Ends each job of a plan that has not begun, as cancelled."""
-        for job in plan.jobs:
+    def _cancel_unbegun(self, jobs: Iterable[CopyJob]) -> None:
+        """Ends each of these jobs that has not begun, as cancelled."""
+        for job in jobs:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)
                 self._jobs.cancel(job.job_id, unwritten=True)
@@ -393,18 +393,10 @@ class OffloadWorker:
           CachesLostError: these caches are deleted, because the forward pass has failed or returned others. As in
             `begin_step`, the loss is counted, and the saves of the plan are cancelled.
         """
-        given, sound = self._plan
-        if plan is given:
-            plan = sound
-        else:  # unpickled a second time, or not the one that has begun
-            plan = self._sound(plan)
-            if given is None or plan.step_id != sound.step_id:
-                if plan.of(JobKind.SAVE, *STORAGE_WRITES):
-                    self._gate.ignore_end(plan)
-                return
-            if self._gate.is_stale(plan):
-                plan = sound
-        self._plan, jobs = (None, sound), plan.by_kind()
+        current = self._take_current(plan)
+        if current is None:
+            return
+        plan, jobs = current, current.by_kind()
         saves = jobs.get(JobKind.SAVE, ())
         if self._tier is None:
             self._refuse(saves, _OFF)
@@ -417,12 +409,26 @@ class OffloadWorker:
                 raise
             self._jobs.raise_watermark(plan.next_job_id)
         if not _STORAGE_WRITES.isdisjoint(jobs):
-            writes = plan.of(*STORAGE_WRITES)
-            if self._storage is None:
-                self._refuse(writes, _NO_STORAGE)
-            else:
-                self._storage.write(writes)
-            self._jobs.raise_watermark(plan.next_job_id)
+            self._write_storage(plan)
+
+    def abort_step(self, plan: StepPlan) -> None:
+        """In place of `end_step`: the forward pass was not executed, or has failed, and the KV caches are whole.
+
+        The saves of the plan are cancelled. Copies that were to be inside the pass have failed; loads that `begin_step`
+        has dispatched have not. Copies to storage are dispatched: they read host memory. The scheduler has to know, too
+        (`OffloadScheduler.abort_step`): otherwise it plans the saves again. Caches that are lost need
+        `mark_caches_lost` instead.
+
+        Args:
+          plan: as for `end_step`.
+        """
+        current = self._take_current(plan)
+        if current is None:
+            return
+        if self._tier is not None:
+            self._tier.abort_pass()
+        self._cancel_unbegun(current.of(JobKind.SAVE))
+        self._write_storage(current)
 
     def poll(self, *, wait: bool = False, wait_s: float = MAX_WAIT_S) -> StepReport:
         """Reports the jobs that ended since the last call.
@@ -501,6 +507,31 @@ class OffloadWorker:
         self._close_copies()
 
     # Inside.
+
+    def _take_current(self, plan: StepPlan) -> StepPlan | None:
+        """The valid part of the plan that has begun, which ends now; None if this is another one."""
+        given, sound = self._plan
+        if plan is given:
+            plan = sound
+        else:  # unpickled a second time, or not the one that has begun
+            plan = self._sound(plan)
+            if given is None or plan.step_id != sound.step_id:
+                if plan.of(JobKind.SAVE, *STORAGE_WRITES):
+                    self._gate.ignore_end(plan)
+                return None
+            if self._gate.is_stale(plan):
+                plan = sound
+        self._plan = None, sound
+        return plan
+
+    def _write_storage(self, plan: StepPlan) -> None:
+        """Dispatches the copies of a plan to storage, the last of its jobs to begin."""
+        writes = plan.of(*STORAGE_WRITES)
+        if self._storage is None:
+            self._refuse(writes, _NO_STORAGE)
+        else:
+            self._storage.write(writes)
+        self._jobs.raise_watermark(plan.next_job_id)
 
     def _sound(self, plan: StepPlan) -> StepPlan:
         """The valid part of a plan from the engine."""

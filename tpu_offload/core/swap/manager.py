@@ -313,6 +313,12 @@ class RequestSwap:
             if job.direction is Direction.SAVE and job.state is JobState.PLANNED:
                 job.mark_failed("the KV caches were lost")
 
+    def abort_step(self, next_job_id: int) -> None:
+        """A step has computed nothing: copies out that were planned after it, from this id on, fail."""
+        for job in self._jobs:
+            if job.direction is Direction.SAVE and job.job_id >= next_job_id:
+                job.make_void("the step that was to compute its KV was aborted")
+
     def reset(self) -> None:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""
         for job in self._jobs:
