@@ -255,6 +255,21 @@ def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     assert "EVICTION_POLICY" not in wrong
 
 
+def test_a_policy_of_ones_own_that_fails(tmp_path, trace_path, error_of, monkeypatch):
+    """One line says where. What fails in a policy of the library is a fault of the library, with a traceback."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "failing_policy.py"
+    fails = "\n\ndef fail(*args):\n    raise ValueError('no room')\n\n\nFIFOPolicy.insert = fail\n"
+    module.write_text(example.source() + fails)
+    line = module.read_text().splitlines().index("    raise ValueError('no room')") + 1
+    flags = ("--policies", "failing_policy:FIFOPolicy", "--sizes", "0.3", "0.4")
+    error = error_of(trace_path, *flags)
+    assert f"policy failing_policy:FIFOPolicy failed: ValueError: no room ({module}, line {line}); expected" in error
+    monkeypatch.setitem(POLICIES, "failing_policy:FIFOPolicy", sys.modules["failing_policy"].FIFOPolicy)
+    with pytest.raises(ValueError, match="no room"):
+        simulate(trace_path, *flags)
+
+
 def test_wrong_flags(tmp_path, trace_path, error_of):
     assert f"'clock'; expected one of {', '.join(POLICIES)}, belady" in error_of(trace_path, "--policies", "clock")
     assert "'0'; expected a share of the unique blocks, above 0 and at most 1" in error_of(trace_path, "--sizes", "0")

@@ -21,7 +21,7 @@ OFTEN = {
     "loads used in part": 20, "failed loads": 100, "failed partly": 50, "failed wholly": 300, "refused": 20,
     "num_timed_out_jobs": 300, "num_lost_results": 200, "num_ignored_results": 200, "cancelled": 100,
     "steps with slots in quarantine": 1000, "num_worker_restarts": 50, "reports of an earlier incarnation": 5,
-    "resets": 100, "resets with loads in flight": 20, "promises revoked by a reset": 1,
+    "resets": 100, "resets with loads in flight": 15, "promises revoked by a reset": 1,
     "steps with all workers dead": 500, "num_breaker_openings": 30,
     "lost swaps": 100, "aborts while loading": 50, "aborts while swapped": 10, "aborts while promised": 5,
     "aborts while returning": 20, "aborts while running": 200, "aborts while waiting": 100,
@@ -30,7 +30,7 @@ OFTEN = {
     "waits for a save that timed out": 20,
     "runs with windows": 50, "runs with states": 30, "blocks loaded in windows": 500, "blocks loaded in states": 150,
     "checkpoints": 1000, "superseded checkpoints": 80, "checks that checkpoints work again": 10,
-    "failed loads that a window was granted for": 1, "blocks read": 500_000, "blocks checked in host memory": 25_000,
+    "aborted steps": 50, "failed loads that a window was granted for": 1, "blocks read": 500_000, "blocks checked in host memory": 25_000,
     "swap_skipped_blocks": 500, "dropped_save_blocks": 500, "dropped_load_blocks": 100, "finished": 2000,
 }  # fmt: skip
 

@@ -310,7 +310,7 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     if setup.segment_slots:
         actions = _with_added(actions, MEMORY_RATES, [0, 1, 1, 3], random.Random(f"memory {seed}"))
     factors = [0, 0, 0, 0, 1, 3]
-    return setup, _with_added(actions, {ABORT_STEP: ABORT_STEP_RATE}, factors, random.Random(f"aborted steps {seed}"))
+    return setup, _with_added(actions, {ABORT_STEP: ABORT_STEP_RATE}, factors, random.Random(f"failed passes {seed}"))
 
 
 def _draw_setup(rng: random.Random, seed: int) -> Setup:

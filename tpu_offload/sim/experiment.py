@@ -9,18 +9,20 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import reduction
 from typing import Any, final
 
-from tpu_offload.core.policies import find_policy
-from tpu_offload.errors import InputError
+from tpu_offload.core.policies import POLICIES, find_policy
+from tpu_offload.errors import InputError, OffloadError
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.hbm import HBMResult
 from tpu_offload.sim.replay import Outcome, TierSetup, replay
 from tpu_offload.sim.trace import Trace
+from tpu_offload.values import error_line
 
 BOUND = "belady"
 _INTERRUPTS = signal.SIGINT, signal.SIGTERM
@@ -103,7 +105,7 @@ class Experiment:
             hits = self._bound_hits(case.setup.num_chunks)
             outcome = Outcome(tuple(hits))
         else:
-            outcome = replay(self.trace, find_policy(case.policy)(), case.setup, hbm_result=self.hbm_result)
+            outcome = self._replay(case)
         run_s = time.perf_counter() - start_s
         return Result(
             case,
@@ -112,6 +114,18 @@ class Experiment:
             outcome,
             run_s,
         )
+
+    def _replay(self, case: Case) -> Outcome:
+        try:
+            return replay(self.trace, find_policy(case.policy)(), case.setup, hbm_result=self.hbm_result)
+        except Exception as e:
+            if case.policy in POLICIES or isinstance(e, OffloadError):
+                raise
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            raise InputError(
+                f"the eviction policy {case.policy} failed: {error_line(e)} ({at.filename}, line {at.lineno}); expected "
+                "a policy that does what docs/policies.md says"
+            ) from e
 
     def _bound_hits(self, num_chunks: int) -> list[int]:
         if not self.only_second:
