@@ -935,10 +935,14 @@ def test_the_first_reports_list_what_is_stored():
     tier = f"{__name__}:Listing"
     engine = StorageEngine(tier=tier)
     assert engine.worker.poll().setup.stored_keys == ((key_of(1), key_of(2)),)
-    with pytest.raises(ConfigError, match=r"what it has stored cannot be listed \(OSError: Input/output"):
-        StorageEngine(tier=f"{__name__}:Unlistable")
-    with pytest.raises(ConfigError, match=r"its stored_keys\(\) has 'a name', a str; expected bytes, 1 to 256 of them"):
-        StorageEngine(tier=f"{__name__}:Misnaming")
+    for name, says in (
+        ("Unlistable", r"what 0:.*:Unlistable has stored cannot be listed \(OSError: Input/output"),
+        ("Misnaming", r"stored_keys\(\) of 0:.*:Misnaming has 'a name', a str; expected bytes, 1 to 256 of them"),
+        ("OtherGeneration", r"0:.*:OtherGeneration has generation='b'; expected an integer from 0 to 2\*\*64 - 1"),
+        ("HugeGeneration", r"0:.*:HugeGeneration has generation=18446744073709551616; expected"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^TPU_OFFLOAD_STORAGE_TIER: {says}"):
+            StorageEngine(tier=f"{__name__}:{name}")
 
 
 class Listing(MemoryTier):
@@ -954,3 +958,11 @@ class Unlistable(MemoryTier):
 class Misnaming(MemoryTier):
     def stored_keys(self):
         return [key_of(1), "a name"]
+
+
+class OtherGeneration(MemoryTier):
+    generation = "b"  # type: ignore[assignment]
+
+
+class HugeGeneration(MemoryTier):
+    generation = 2**64

@@ -123,8 +123,8 @@ class Experiment:
                 raise
             at = traceback.extract_tb(e.__traceback__)[-1]
             raise InputError(
-                f"the eviction policy {case.policy} failed: {error_line(e)} ({at.filename}, line {at.lineno}); expected "
-                "a policy that does what docs/policies.md says"
+                f"the eviction policy {case.policy} failed: {error_line(e)} ({at.filename}, line {at.lineno}); "
+                "expected a policy that does what docs/policies.md says"
             ) from e
 
     def _bound_hits(self, num_chunks: int) -> list[int]:

@@ -27,7 +27,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
 from tpu_offload.storage.format import MAX_KEY_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
-from tpu_offload.values import error_line, one_line
+from tpu_offload.values import as_count, error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
@@ -72,6 +72,7 @@ class StorageCopies:
         self._jobs = jobs
         self._max_in_flight = max_in_flight
         self._io = StorageRecords(tier, record_format)
+        self._check_generation()
         self._stored_keys = self._list_stored_keys()
         self._readers, self._writers = StorageThreads(f"storage-read-{label}"), StorageThreads(f"storage-write-{label}")
         self._askers = StorageThreads(f"storage-lookup-{label}", num_threads=int(self.is_shared))
@@ -203,6 +204,14 @@ class StorageCopies:
     def _threads(self) -> tuple[StorageThreads, ...]:
         return self._readers, self._writers, self._askers
 
+    def _check_generation(self) -> None:
+        generation = as_count(self._io.tier.generation)
+        if generation is None or generation >= 2**64:
+            raise ConfigError(
+                f"{ENV_PREFIX}STORAGE_TIER: {self._label} has generation={one_line(self._io.tier.generation)}; "
+                "expected an integer from 0 to 2**64 - 1"
+            )
+
     def _list_stored_keys(self) -> tuple[ChunkKey, ...]:
         tier = self._io.tier
         if tier.is_shared:  # the scheduler asks for what it needs
@@ -211,12 +220,12 @@ class StorageCopies:
             keys = tuple(map(ChunkKey, tier.stored_keys()))
         except Exception as e:  # the tier may be the user's own
             raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: what it has stored cannot be listed ({error_line(e)})"
+                f"{ENV_PREFIX}STORAGE_TIER: what {self._label} has stored cannot be listed ({error_line(e)})"
             ) from e
         wrong = [key for key in keys if type(key) is not bytes or not 0 < len(key) <= MAX_KEY_NBYTES]
         if wrong:
             raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER={type(tier).__name__}: its stored_keys() has {one_line(wrong[0])}, a "
+                f"{ENV_PREFIX}STORAGE_TIER: stored_keys() of {self._label} has {one_line(wrong[0])}, a "
                 f"{type(wrong[0]).__name__}; expected bytes, 1 to {MAX_KEY_NBYTES} of them, as they were written"
             )
         if keys:
