@@ -177,11 +177,12 @@ class StorageCopies:
                 self._label,
             )
             return
-        closing = threading.Thread(target=self._close_tier, name="tpu_offload-storage-close", daemon=True)
+        args = self._io.tier, self._label
+        closing = threading.Thread(target=close_tier, args=args, name="tpu_offload-storage-close", daemon=True)
         try:
             closing.start()
         except RuntimeError:  # no thread is left, or the interpreter is ending
-            self._close_tier()
+            close_tier(*args)
             return
         self._closing = closing
 
@@ -192,12 +193,6 @@ class StorageCopies:
         self._closing.join(max(0.0, until_s - time.monotonic()))
         if self._closing.is_alive():
             _logger.error("storage tier %s does not respond: its close() has not ended, and was abandoned", self._label)
-
-    def _close_tier(self) -> None:
-        try:
-            self._io.tier.close()
-        except Exception as e:  # the tier may be the user's own
-            _logger.error("storage tier %s failed to close: %s", self._label, error_line(e))
 
     # Inside.
 
@@ -308,3 +303,11 @@ class _Done:
     def is_ready(self) -> bool:
         """Like `jax.Array.is_ready`."""
         return len(self._done) >= self._num_items
+
+
+def close_tier(tier: StorageTier, label: str) -> None:
+    """Closes a tier, which may be the user's own; an error is logged."""
+    try:
+        tier.close()
+    except Exception as e:
+        _logger.error("storage tier %s failed to close: %s", label, error_line(e))

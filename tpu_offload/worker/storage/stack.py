@@ -29,7 +29,7 @@ from tpu_offload.types import ChunkKey, CopyJob, JobKind, Pool
 from tpu_offload.values import error_line
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.storage.io import StorageCopies
+from tpu_offload.worker.storage.io import StorageCopies, close_tier
 from tpu_offload.worker.storage.record_io import record_payload_nbytes
 from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.validate import storage_job_error
@@ -126,10 +126,7 @@ class StorageStack:
                 jobs=self._jobs,
             )
         except BaseException:
-            try:
-                tier.close()
-            except Exception as e:  # the tier may be the user's own
-                _logger.error("storage tier %s failed to close: %s", settings.label, error_line(e))
+            close_tier(tier, settings.label)
             raise
 
     @property
