@@ -124,8 +124,8 @@ class KVLayout:
       num_ranks: data-parallel ranks in this engine, which the block axis is split over. Each has blocks, block ids and
         an `OffloadScheduler` of its own; one worker copies for all of them (see `RankPlans`).
       model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
-      null_block: what block tables of groups with windows or states have where the request holds no block; None if they
-        never have such entries.
+      null_block: what block tables of groups with windows or states have where the request holds no block. The host
+        tier needs it for those: KV of the block with this id is never saved. Any other number if there are none.
       stages: with pipeline parallelism, the layout of each stage's caches, see `of_stages`; else empty.
       stage_layers: of a stage, which layers of the model it has, as text; empty for all. Part of the fingerprint: two
         stages of one shape have different bytes of a chunk.
@@ -291,6 +291,11 @@ class KVLayout:
                 f"the KV caches have the layer groups {kinds}; the host tier supports one with full attention, then "
                 "groups with sliding windows that share its arrays, then one of states with its own: set "
                 "TPU_OFFLOAD_HOST_GB=0 (request swap works without it)"
+            )
+        if others and self.null_block is None:
+            raise LayoutError(
+                "layer groups with windows or states, and no null_block; expected the id that their block tables have "
+                "where a request holds no block, or one that they never have"
             )
 
     @property

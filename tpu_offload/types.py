@@ -192,11 +192,11 @@ class CopyJob:
         return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
 
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
-        """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long. `rank` is not sent."""
+        """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        of_storage = self.chunks, self.deleted_keys, self.prefixes, self.tier_id
-        storage = of_storage if self.kind.of_storage else ()
-        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
+        others = self.chunks, self.deleted_keys, self.prefixes, self.tier_id, self.rank
+        rest = others if self.kind.of_storage or self.rank else ()
+        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *rest)
 
 
 _KINDS = {kind.value: kind for kind in JobKind}
@@ -213,6 +213,7 @@ def _unpickle_job(
     deleted_keys: tuple[ChunkKey, ...] = (),
     prefixes: tuple[tuple[ChunkKey, ...], ...] = (),
     tier_id: int = 0,
+    rank: int = 0,
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -229,6 +230,7 @@ def _unpickle_job(
         deleted_keys=deleted_keys,
         prefixes=prefixes,
         tier_id=tier_id,
+        rank=rank,
     )
 
 

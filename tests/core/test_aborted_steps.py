@@ -8,7 +8,7 @@ from tests.core.fakes import FakeEngine, FakeRequest, tokens
 from tests.core.swap.fakes import SwapEngine
 from tests.core.test_states import state_engine, state_parts
 from tpu_offload import JobResult, JobState, MatchState, OffloadScheduler, RequestError, StepPlan
-from tpu_offload.types import JobKind
+from tpu_offload.types import BlockHash, JobKind
 
 
 class AbortingEngine(FakeEngine):
@@ -76,6 +76,8 @@ def test_what_had_no_room_in_it_is_not_saved_either() -> None:
     plan = engine.fail_step({"a": 16})
     assert sum(job.num_blocks for job in plan.of(JobKind.SAVE)) == 2
     engine.run_dry()
+    engine.scheduler.preempt("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 0, "there was no KV to save"
     assert engine.num_loaded("b") == 0
     engine.step({"a": 8})
     engine.run_dry()
@@ -183,6 +185,32 @@ def test_its_checkpoint_is_saved_when_it_is_computed() -> None:
     assert engine.serve("b", tokens(42)) == 40
 
 
+def test_the_checkpoints_of_several_plans_are_saved_when_they_are_computed() -> None:
+    engine = state_engine()
+    request = engine.add("a", tokens(50), stops=[40, 44])
+    assert request is not None
+    engine.step({"a": 38})
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    held, plans = engine.held(request), []
+    states = [*held.block_tables[-1]]
+    for end in (40, 44):
+        states[end // 4 - 1] = engine.rows.grant()
+        tables = [*held.block_tables[:-1], [*states]]
+        plans.append(
+            engine.scheduler.plan_step([dataclasses.replace(held, block_tables=tables, num_computed_tokens=end)])
+        )
+        assert any(part.group_id == engine.state_group for job in plans[-1].of(JobKind.SAVE) for part in job.parts)
+    engine.scheduler.abort_step(plans[0])
+    saves = [job for plan in plans for job in plan.of(JobKind.SAVE)]
+    engine.apply(engine.workers[0], [JobResult(job_id=job.job_id, state=JobState.CANCELLED) for job in saves])
+    for _ in range(12):
+        engine.step({"a": 1})
+    engine.settle()
+    engine.remove("a")
+    assert engine.serve("b", tokens(42)) == 40
+    assert engine.serve("c", tokens(46)) == 44
+
+
 @pytest.mark.parametrize("is_sent", [False, True], ids=["planned", "sent"])
 def test_a_request_that_was_swapped_out_since_is_lost(is_sent: bool) -> None:
     engine = SwapEngine(swap_mode="swap")
@@ -197,7 +225,27 @@ def test_a_request_that_was_swapped_out_since_is_lost(is_sent: bool) -> None:
     assert update.lost_swaps == ("a",)
     assert not scheduler.swap.can_swap_in("a")
     scheduler.check_invariants()
-    assert scheduler.stats().swap_held_blocks == 0
+    assert (scheduler.stats().swap_held_blocks, scheduler.stats().num_failed_jobs) == (0, 0)
+
+
+def test_a_request_that_is_swapped_out_afterwards_shares_nothing_of_it() -> None:
+    """It has computed its KV; in the pool blocks of one that was to compute the same there may be none."""
+    engine = SwapEngine(swap_mode="swap")
+    scheduler, worker = engine.scheduler, engine.workers[0]
+    hashes: list[BlockHash] = []
+    engine.hasher.extend(hashes, tokens(8))
+    plan = scheduler.plan_step()
+    assert scheduler.swap.swap_out("a", [[1, 2]], hashes, num_computed_tokens=8)
+    scheduler.preempt("a")
+    scheduler.abort_step(plan)
+    assert scheduler.swap.swap_out("b", [[3, 4]], hashes, num_computed_tokens=8)
+    scheduler.preempt("b")
+    outs = scheduler.plan_step().of(JobKind.SWAP_OUT)
+    assert [job.block_ids for job in outs] == [(1, 2), (3, 4)]
+    results = [JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in outs]
+    assert scheduler.apply(worker.report(results)).lost_swaps == ("a",)
+    assert scheduler.swap.can_swap_in("b")
+    scheduler.check_invariants()
 
 
 def test_a_request_that_was_swapped_out_before_is_not() -> None:

@@ -18,6 +18,7 @@ OWN = {
     "num_offered_chunks",
     "num_saved_chunks",
     "num_tried_chunks",
+    "offered_in_step",
     "promise",
     "revoked",
     "rolling",

@@ -11,7 +11,16 @@ from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_faults import FaultyLife
 from tests.core.window_lives import RandomLife
 from tests.inside.scheduler import eviction_policy
-from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
+from tpu_offload import (
+    ConfigError,
+    LayerGroup,
+    LayerGroupKind,
+    LayoutError,
+    OffloadConfig,
+    OffloadScheduler,
+    RequestError,
+    RequestLimits,
+)
 from tpu_offload.types import Direction, JobKind
 
 
@@ -557,3 +566,12 @@ def test_a_load_that_timed_out_is_not_saved_at_a_preemption() -> None:
     held = dataclasses.replace(engine.held(request), num_computed_tokens=40)
     engine.scheduler.preempt("b", held=held)
     assert not engine.scheduler.plan_step([]).of(JobKind.EARLY_SAVE)
+
+
+def test_a_layout_whose_block_tables_have_no_null_block_is_refused() -> None:
+    """The block that freed entries name, such as 0, would be saved as the KV of the window."""
+    layout = dataclasses.replace(window_layout((9,)), null_block=None)
+    with pytest.raises(LayoutError, match="with windows or states, and no null_block; expected the id that"):
+        OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), layout)
+    OffloadScheduler(OffloadConfig.create(num_cpu_chunks=0), layout)
+    OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), dataclasses.replace(layout, null_block=-1))

@@ -9,7 +9,7 @@ from tests.jobs import as_early
 from tests.worker.engine import CANCELLED, FAILED, FINISHED, PATHS, Engine
 from tests.worker.test_fused import begin
 from tests.worker.test_storage import StorageEngine
-from tpu_offload.types import CacheEpoch, StepPlan
+from tpu_offload.types import StepPlan
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -84,6 +84,15 @@ def test_a_plan_that_has_not_begun_or_is_stale_changes_nothing():
     assert engine.states() == {}
     stale = dataclasses.replace(plan, cache_epochs=((0, 0),) * 3 + ((engine.worker.cache_epoch.incarnation, 7),))
     engine.caches = engine.worker.begin_step(stale, engine.caches)
-    engine.worker.abort_step(stale)
     assert engine.states() == {save.job_id: CANCELLED}
-    assert isinstance(engine.worker.cache_epoch, CacheEpoch)
+    engine.worker.abort_step(stale)
+    assert engine.states() == {}, "it has ended already"
+
+
+def test_a_save_that_was_refused_before_the_pass_is_reported_once():
+    engine = Engine("fused")
+    wrong, save = engine.save([0, 1], [4, 10**6]), engine.save([2, 3], [6, 7])
+    plan, _ = begin(engine, saves=[wrong, save])
+    assert {result.job_id: result.state for result in engine.worker.poll().results} == {wrong.job_id: FAILED}
+    engine.worker.abort_step(plan)
+    assert engine.states() == {save.job_id: CANCELLED}

@@ -1,6 +1,8 @@
 """Data-parallel ranks: their plans in one, their bytes apart."""
 
+import copy
 import dataclasses
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -260,6 +262,25 @@ def test_each_host_compares_with_the_rank_that_knows_least_of_it():
 def test_a_missing_rank_is_an_error():
     with pytest.raises(ValueError, match="plans of 1 data-parallel ranks; expected 2, one of each"):
         RankPlans(2).merge([StepPlan(step_id=1)])
+    plans: Any
+    for plans in (None, [1, 2], [StepPlan(step_id=1), None]):
+        with pytest.raises(ValueError, match=r"the plans of data-parallel ranks are .*; expected StepPlans"):
+            RankPlans(2).merge(plans)
+    num_ranks: Any
+    for num_ranks in (0, -1, "2", None):
+        with pytest.raises(ValueError, match=r"num_ranks=.*; expected at least 1, as KVLayout\.num_ranks"):
+            RankPlans(num_ranks)
+
+
+@pytest.mark.parametrize("through", [lambda plan: pickle.loads(pickle.dumps(plan)), copy.deepcopy])
+def test_a_merged_plan_keeps_its_ranks_on_its_way(through):
+    """Otherwise the blocks of the first rank would be copied for all."""
+    jobs = [copy_job(1, JobKind.SAVE, [1], [2]), storage_job(2, JobKind.CASCADE, [(3, 4)])]
+    plan = RankPlans(2).merge([StepPlan(step_id=1, jobs=(job,), next_job_id=3) for job in jobs])
+    assert [job.rank for job in plan.jobs] == [0, 1]
+    again = RankPlans(2).merge([StepPlan(step_id=1), StepPlan(step_id=1, jobs=tuple(jobs), next_job_id=3)])
+    for merged in (plan, again):
+        assert through(merged) == merged
 
 
 @pytest.mark.parametrize(

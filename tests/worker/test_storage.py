@@ -935,11 +935,13 @@ def test_the_first_reports_list_what_is_stored():
     tier = f"{__name__}:Listing"
     engine = StorageEngine(tier=tier)
     assert engine.worker.poll().setup.stored_keys == ((key_of(1), key_of(2)),)
+    StorageEngine(tier=f"{__name__}:LargestGeneration")
     for name, says in (
         ("Unlistable", r"what 0:.*:Unlistable has stored cannot be listed \(OSError: Input/output"),
         ("Misnaming", r"stored_keys\(\) of 0:.*:Misnaming has 'a name', a str; expected bytes, 1 to 256 of them"),
         ("OtherGeneration", r"0:.*:OtherGeneration has generation='b'; expected an integer from 0 to 2\*\*64 - 1"),
         ("HugeGeneration", r"0:.*:HugeGeneration has generation=18446744073709551616; expected"),
+        ("NoGeneration", r"0:.*:NoGeneration has no generation \(OSError: no answer"),
     ):
         with pytest.raises(ConfigError, match=rf"^TPU_OFFLOAD_STORAGE_TIER: {says}"):
             StorageEngine(tier=f"{__name__}:{name}")
@@ -966,3 +968,13 @@ class OtherGeneration(MemoryTier):
 
 class HugeGeneration(MemoryTier):
     generation = 2**64
+
+
+class LargestGeneration(MemoryTier):
+    generation = 2**64 - 1
+
+
+class NoGeneration(MemoryTier):
+    @property
+    def generation(self):  # type: ignore[override]
+        raise OSError("no answer")

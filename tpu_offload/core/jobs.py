@@ -56,7 +56,8 @@ class Job:
       failed_blocks: positions of the blocks that some worker did not copy, where that is known.
       copy_failed: some worker reported that the copy failed, or did not report it in time. Otherwise a failure says
         nothing about the next copy.
-      is_void: what it copies was made invalid by a reset: unless a copy failed, its end is no failure to report.
+      is_void: what it copies was made invalid by a reset, or is of a step that was aborted: unless a copy failed, its
+        end is no failure to report.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
       missing: for a promotion, positions of chunks that some worker's storage does not have.
       num_found: for a lookup, for each of its prefixes the number of leading chunks that all workers so far have.
@@ -142,7 +143,7 @@ class Job:
         self.error = self.error or why
 
     def make_void(self, why: str) -> None:
-        """The cache was reset: all of it fails, and does not count as a failed copy."""
+        """What it copies is invalid: all of it fails, and does not count as a failed copy."""
         self.is_void = True
         self.mark_failed(why)
 

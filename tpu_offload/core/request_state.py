@@ -109,7 +109,6 @@ class RequestState:
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
       backoff_until_s: before this time a chunk on offer backs off, and no plan tries to save the request.
       num_checkpoint_chunks: the last boundary whose checkpoint was to be saved.
-      num_checkpoint_chunks_before: the same, before that step.
       rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       can_save: False once a reset has invalidated the KV in its blocks for other requests, or the caches were lost.
       has_kv: False once the caches were lost, until it is matched again: neither its own blocks nor those that its last
@@ -136,7 +135,7 @@ class RequestState:
         self.num_saved_chunks = 0
         self.num_deferred_chunks = 0
         self.backoff_until_s = 0.0
-        self.num_checkpoint_chunks = self.num_checkpoint_chunks_before = 0
+        self.num_checkpoint_chunks = 0
         self.rolling: Checkpoint | None = None
         self.can_save = True
         self.has_kv = True

@@ -158,10 +158,9 @@ class SavePlanner:
         return Offer(num_chunks, hashes, num_same, block_ids, tails)
 
     def offer(self, offers: Offers, *, step_id: int) -> None:
-        """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
+        """Takes the offers of a step. Each stands until its request is named again or gone, or the step is aborted."""
         for request, offer in offers.values():
             request.offered_in_step = step_id
-            request.num_checkpoint_chunks_before = request.num_checkpoint_chunks
             self._offer(request, offer)
             self._requests.add(request)
 
@@ -200,7 +199,7 @@ class SavePlanner:
         self._num_observed.pop(request_id, None)
 
     def abandon_plan(self) -> None:
-        """Drops what only the coming plan could have saved: its blocks are lost, or the next step may write them."""
+        """Drops what only the coming plan could have saved: its blocks are lost, not computed or soon to be written."""
         self.early.clear()
         self._checkpoints.clear()
 
@@ -222,7 +221,8 @@ class SavePlanner:
         for request in requests:
             if request.offered_in_step >= step_id:
                 self.clear_offer(request)
-                request.num_checkpoint_chunks = request.num_checkpoint_chunks_before
+                request.num_deferred_chunks = 0  # not dropped: there is no KV of it
+                request.num_checkpoint_chunks = 0  # those that were saved before are merely used again
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> None:
         """A request gives up its blocks and will return: saves them early, if the policy saves at preemption."""

@@ -331,10 +331,12 @@ class OffloadScheduler:
         Nothing is saved of what that step, or one that was planned after it, was to compute. Of the requests that these
         plans named nothing is on offer until they are named again; name them for the step that computes their blocks,
         even if no other block is complete then. Requests that were swapped out since that plan are lost
-        (`Update.lost_swaps`), and what was preempted since is not saved. Loads, and what other requests offer, are not
-        affected. `OffloadWorker.abort_step` tells the workers.
+        (`Update.lost_swaps`), and what was preempted or evicted since is not saved. Loads are not affected, and what
+        other requests offer is saved by a later plan. `OffloadWorker.abort_step` tells the workers.
 
-        Call it before the next `plan_step`, and before the reports that follow that step.
+        Call it before the next `plan_step`, and before the reports that follow that step. Apply these before the plan
+        that computes its tokens: until then the aborted saves are in the way of new ones. Chunks are saved all the same
+        if their request stays; a checkpoint is not, nor are chunks of a request that ends before.
 
         Args:
           plan: from `plan_step`; of several that were not executed the first.
@@ -420,9 +422,9 @@ class OffloadScheduler:
             are all computed then and whose hash and block id are known. Also requests whose blocks changed, or whose
             computed tokens became fewer. The arguments are copied, so the engine may reuse its lists and arrays. They
             hold, and the blocks may be read in any step, until the request is named again, preempted, finished or
-            matched again. Naming other requests is harmless, but not free; of one named twice the last counts. Blocks
-            past the prompt matter only with `decode_save`, and nothing matters unless computed blocks are saved
-            (`save_on`).
+            matched again, or the step is aborted. Naming other requests is harmless, but not free; of one named twice
+            the last counts. Blocks past the prompt matter only with `decode_save`, and nothing matters unless computed
+            blocks are saved (`save_on`).
         Returns:
           The plan for every worker: early saves and loads first, saves after the forward pass.
         Raises:

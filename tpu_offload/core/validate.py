@@ -6,7 +6,7 @@ annotations, with errors that say less (see tpu_offload/native.py). So `kind = t
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 from tpu_offload.config import OffloadConfig, SaveEvent
@@ -225,7 +225,12 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
 
 def check_iterable(items: Any, what: str, expected: str) -> None:
     """Raises RequestError unless this is an iterable and not a string."""
-    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray)):
+    try:
+        iter(items)
+        is_text = isinstance(items, (str, bytes, bytearray))
+    except TypeError:  # also of an array without dimensions
+        is_text = True
+    if is_text:
         raise RequestError(f"{what} {one_line(items)}; expected an iterable of {expected}")
 
 

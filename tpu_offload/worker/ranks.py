@@ -17,7 +17,9 @@ import itertools
 from collections.abc import Sequence, Set
 from typing import final
 
+from tpu_offload.errors import ConfigError
 from tpu_offload.types import CopyJob, JobResult, StepPlan, StepReport, WorkerSetup
+from tpu_offload.values import as_count, one_line
 from tpu_offload.worker.plan_gate import PlanOrder
 
 
@@ -30,7 +32,10 @@ class RankPlans:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._ranks = [_Rank() for _ in range(num_ranks)]
+        count = as_count(num_ranks, least=1)
+        if count is None:
+            raise ConfigError(f"num_ranks={one_line(num_ranks)}; expected at least 1, as KVLayout.num_ranks")
+        self._ranks = [_Rank() for _ in range(count)]
         self._jobs: dict[int, tuple[_Rank, int]] = {}  # those that have not ended, by the worker's id, ascending
         self._next_id = 1
         self._merged = StepPlan(step_id=0, next_job_id=1)
@@ -42,8 +47,10 @@ class RankPlans:
           plans: the plans of one step, by rank. What has been merged before is left out; if that is all of them, the
             last merged plan is returned again, which the worker ignores.
         Raises:
-          ValueError: not one plan of each rank.
+          ValueError: not one StepPlan of each rank.
         """
+        if not isinstance(plans, Sequence) or any(type(plan) is not StepPlan for plan in plans):
+            raise ValueError(f"the plans of data-parallel ranks are {one_line(plans)}; expected StepPlans")
         if len(plans) != len(self._ranks):
             raise ValueError(f"plans of {len(plans)} data-parallel ranks; expected {len(self._ranks)}, one of each")
         new = [of.is_new(plan) for of, plan in zip(self._ranks, plans, strict=True)]

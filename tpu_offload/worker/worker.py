@@ -373,8 +373,8 @@ class OffloadWorker:
     def fused_step(self) -> FusedStep:
         """What the forward pass has to copy, after `begin_step(..., fuse=True)`; often nothing.
 
-        `end_step` or the next `begin_step` must follow even if the pass fails. The segment is donated: a failed pass
-        destroys it, and its chunks are lost.
+        `end_step`, `abort_step` or the next `begin_step` must follow even if the pass fails. The segment is donated: a
+        pass that fails once it is dispatched destroys it, and its chunks are lost.
         """
         return FusedStep() if self._tier is None else self._tier.fused_step()
 
@@ -425,9 +425,10 @@ class OffloadWorker:
         current = self._take_current(plan)
         if current is None:
             return
-        if self._tier is not None:
+        if self._tier is not None and self._tier.awaits_pass:  # then all saves have begun
             self._tier.abort_pass()
-        self._cancel_unbegun(current.of(JobKind.SAVE))
+        else:
+            self._cancel_unbegun(current.of(JobKind.SAVE))
         self._write_storage(current)
 
     def poll(self, *, wait: bool = False, wait_s: float = MAX_WAIT_S) -> StepReport:

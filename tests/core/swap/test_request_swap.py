@@ -560,3 +560,17 @@ def test_direction_of_the_parts():
     engine.swap_out("a")
     (job,) = engine.step().of(JobKind.SWAP_OUT)
     assert (job.direction, job.request_id) == (Direction.SAVE, "a")
+
+
+def test_a_request_that_is_swapped_out_again_before_it_is_known_as_lost() -> None:
+    """Its engine has recomputed it since: the update must not have it recomputed once more."""
+    engine = SwapEngine(swap_mode="swap")
+    scheduler = engine.scheduler
+    assert scheduler.swap.swap_out("a", [[1, 2]], num_computed_tokens=8)
+    scheduler.preempt("a")
+    scheduler.reset()
+    assert not scheduler.swap.can_swap_in("a")
+    assert scheduler.swap.swap_out("a", [[3, 4]], num_computed_tokens=8)
+    scheduler.check_invariants()
+    assert scheduler.take_update().lost_swaps == ()
+    assert scheduler.swap.can_swap_in("a")

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from tpu_offload import Candidate, RequestError, choose_victims
@@ -57,6 +58,7 @@ def test_every_layer_group_must_be_satisfied():
         ([], 0, "the free blocks are 0; expected an iterable of numbers, one a layer group"),
         ([], [-1], "free blocks=-1; expected an integer from 0 on"),
         (None, [0], "the candidates are None; expected an iterable of Candidates"),
+        (np.array(3), [0], r"the candidates are array\(3\); expected an iterable of Candidates"),
         (["a"], [0], "a candidate is 'a'; expected a Candidate"),
     ],
 )

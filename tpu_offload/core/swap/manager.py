@@ -140,6 +140,8 @@ class RequestSwap:
 
     def _start_swap_out(self, request_id: str, placement: Placement, allocated: HostBlocks) -> None:
         """Plans the copy out, and holds and pins what the request comes back from."""
+        if request_id in self._lost:  # its last swap; the engine has not waited for the update that says so
+            self._lost.remove(request_id)
         shared = tuple(placement.shared.values())
         self._pool.hold((shared, *[()] * (len(allocated) - 1)))
         if placement.tier_keys:
@@ -318,6 +320,7 @@ class RequestSwap:
         for job in self._jobs:
             if job.direction is Direction.SAVE and job.job_id >= next_job_id:
                 job.make_void("the step that was to compute its KV was aborted")
+                self._pool.clear_hashes(job.held.pool_blocks[0])  # later swap-outs have KV of their own
 
     def reset(self) -> None:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""

@@ -27,7 +27,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage import RecordFormat, StorageTier
 from tpu_offload.storage.format import MAX_KEY_NBYTES
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
-from tpu_offload.values import as_count, error_line, one_line
+from tpu_offload.values import as_integer, error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.storage.lookups import StorageLookups
@@ -200,11 +200,15 @@ class StorageCopies:
         return self._readers, self._writers, self._askers
 
     def _check_generation(self) -> None:
-        generation = as_count(self._io.tier.generation)
-        if generation is None or generation >= 2**64:
+        try:
+            given: Any = self._io.tier.generation
+        except Exception as e:  # the tier may be the user's own
+            raise ConfigError(f"{ENV_PREFIX}STORAGE_TIER: {self._label} has no generation ({error_line(e)})") from e
+        generation = as_integer(given)
+        if generation is None or not 0 <= generation < 2**64:
             raise ConfigError(
-                f"{ENV_PREFIX}STORAGE_TIER: {self._label} has generation={one_line(self._io.tier.generation)}; "
-                "expected an integer from 0 to 2**64 - 1"
+                f"{ENV_PREFIX}STORAGE_TIER: {self._label} has generation={one_line(given)}; expected an integer from 0 "
+                "to 2**64 - 1"
             )
 
     def _list_stored_keys(self) -> tuple[ChunkKey, ...]:
