@@ -293,10 +293,7 @@ class KVLayout:
                 "TPU_OFFLOAD_HOST_GB=0 (request swap works without it)"
             )
         if others and self.null_block is None:
-            raise LayoutError(
-                "layer groups with windows or states, and no null_block; expected the id that their block tables have "
-                "where a request holds no block, or one that they never have"
-            )
+            raise LayoutError("windows or states need null_block: the id in block tables where there is no block")
 
     @property
     def first_with_arrays(self) -> tuple[int, ...]:

@@ -571,7 +571,7 @@ def test_a_load_that_timed_out_is_not_saved_at_a_preemption() -> None:
 def test_a_layout_whose_block_tables_have_no_null_block_is_refused() -> None:
     """The block that freed entries name, such as 0, would be saved as the KV of the window."""
     layout = dataclasses.replace(window_layout((9,)), null_block=None)
-    with pytest.raises(LayoutError, match="with windows or states, and no null_block; expected the id that"):
+    with pytest.raises(LayoutError, match="windows or states need null_block: the id in block tables"):
         OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), layout)
     OffloadScheduler(OffloadConfig.create(num_cpu_chunks=0), layout)
     OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), dataclasses.replace(layout, null_block=-1))

@@ -403,8 +403,7 @@ class RequestSwap:
 
     def _detach(self, swapped: SwappedRequest) -> None:
         """Aborts the swap-in of a request, if there is one: it is swapped out as before."""
-        job, swapped.job = swapped.job, None
-        swapped.state = SwapState.OUT
+        job, swapped.job, swapped.state = swapped.job, None, SwapState.OUT
         if job is not None:
             self._jobs.detach(job)
 
