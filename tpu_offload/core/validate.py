@@ -227,10 +227,10 @@ def check_iterable(items: Any, what: str, expected: str) -> None:
     """Raises RequestError unless this is an iterable and not a string."""
     try:
         iter(items)
-        is_text = isinstance(items, (str, bytes, bytearray))
+        is_wrong = isinstance(items, (str, bytes, bytearray))
     except TypeError:  # also of an array without dimensions
-        is_text = True
-    if is_text:
+        is_wrong = True
+    if is_wrong:
         raise RequestError(f"{what} {one_line(items)}; expected an iterable of {expected}")
 
 
