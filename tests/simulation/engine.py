@@ -140,10 +140,7 @@ class SimEngine:
 
     def lose_caches(self) -> None:
         """A worker has lost the KV caches, by an update: preempts all requests with blocks."""
-        for request in self._queue():
-            if request.phase.holds_blocks:
-                self._preempt(request, swap=False, is_lost=True)
-        self.tables.invalidate()
+        self.lose_steps()
         self.counts["reported losses of the caches"] += 1
 
     # The step.
@@ -230,6 +227,13 @@ class SimEngine:
             span.request.num_named = 0
             self.tables.unsettle(span.request.tables, span.start, span.end)
         self.counts["aborted steps"] += bool(spans)
+
+    def lose_steps(self) -> None:
+        """Some steps were not executed whose tokens count as computed: computes all again that is in HBM."""
+        for request in self._queue():
+            if request.phase.holds_blocks:
+                self._preempt(request, swap=False, is_lost=True)
+        self.tables.invalidate()
 
     def complete(self, spans: list[TokenSpan]) -> None:
         """Processes the results of the step."""

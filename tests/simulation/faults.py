@@ -46,7 +46,7 @@ class Faults:
 
     def stop(self) -> None:
         """Disarms all faults; what is delayed or lost already stays so."""
-        self._world.aborts_next = False
+        self._world.num_aborted_next = 0
         for worker, channel in zip(self._world.workers, self._world.channels, strict=True):
             for faults in worker.faults.values():
                 faults.clear()
@@ -57,8 +57,9 @@ class Faults:
             channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
 
     def _abort_step(self, a: int, b: int) -> None:
-        self._world.aborts_next, self._world.unaware = True, (0, a, -1)[b % 3]
-        self._note("abort_step", "the forward pass of the next step is not executed")
+        world = self._world
+        world.num_aborted_next, world.unaware = 1 + mix(b, 6) % 4, (0, a, -1)[b % 3]
+        self._note("abort_step", f"the next step is not executed, and up to {world.num_aborted_next - 1} before it")
 
     def _worker(self, number: int) -> SimWorker:
         return self._world.workers[number % len(self._world.workers)]

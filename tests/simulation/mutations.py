@@ -291,6 +291,18 @@ MUTATIONS = (
     ),
     Mutation("a save of an aborted step is published", "Transfers.abort_step", "job.job_id in job_ids", "False"),
     Mutation(
+        "a save that was planned after an aborted step is published",
+        "Transfers.abort_step",
+        "job.job_id >= plan.next_job_id",
+        "False",
+    ),
+    Mutation(
+        "a request that was swapped out after an aborted step returns",
+        "RequestSwap.abort_step",
+        "job.job_id >= next_job_id",
+        "False",
+    ),
+    Mutation(
         "the sampled token counts as computed",
         "SaveBySightings.num_tokens_to_save",
         "min(_1, num_computed_tokens)",

@@ -30,7 +30,7 @@ OFTEN = {
     "waits for a save that timed out": 20,
     "runs with windows": 50, "runs with states": 30, "blocks loaded in windows": 500, "blocks loaded in states": 150,
     "checkpoints": 1000, "superseded checkpoints": 80, "checks that checkpoints work again": 10,
-    "aborted steps": 50,
+    "aborted steps": 50, "several aborted plans": 20,
     "failed loads that a window was granted for": 1, "blocks read": 500_000, "blocks checked in host memory": 25_000,
     "swap_skipped_blocks": 500, "dropped_save_blocks": 500, "dropped_load_blocks": 100, "finished": 2000,
 }  # fmt: skip

@@ -74,7 +74,7 @@ class World:
         self.repeats: list[int] = []  # workers that receive the next plan twice
         self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
         self.late_plans: list[tuple[int, int, Dispatched]] = []  # worker, number of plans before it, step
-        self.aborts_next = False  # the next step is not executed
+        self.num_aborted_next = 0  # the next step is not executed, nor so many less one before it
         self.unaware = 0  # the workers that are not told so, as a set of bits
         groups = make_groups(setup)
         pages = PageGroup(layer_ids=(0, 1), page_shape=(setup.block_size, 2, 2, 8), dtype="bfloat16")
@@ -147,16 +147,27 @@ class World:
     def _dispatch(self, plan: StepPlan, spans: list[TokenSpan]) -> Dispatched:
         """What the workers execute: the step that computes these spans, or a part of it."""
         engine, open_jobs, epochs = self.engine, frozenset(self.model.jobs), workers_of(self.scheduler).epochs
-        if self.aborts_next:
-            self.aborts_next = False
-            self.log(f"plan {plan.step_id} is aborted")
-            engine.abort_step(spans)
-            self.scheduler.abort_step(plan)
+        if self.num_aborted_next:
+            self._abort(plan, spans)
             return Dispatched(plan, (), (), open_jobs, epochs, is_aborted=True, unaware=self.unaware)
         reads = tuple(read for span in spans for read in self._reads(span))
         writes = tuple(engine.writes(spans))
         engine.complete(spans)
         return Dispatched(plan, reads, writes, open_jobs, epochs)
+
+    def _abort(self, plan: StepPlan, spans: list[TokenSpan]) -> None:
+        """The forward pass of a plan is not executed, nor of some that were made before it and are still to run."""
+        in_flight, num_more = self.steps_in_flight, min(self.num_aborted_next - 1, len(self.steps_in_flight))
+        self.num_aborted_next = 0
+        first = in_flight[-num_more].plan if num_more else plan
+        self.log(f"plans {first.step_id} to {plan.step_id} are aborted")
+        self.counts["several aborted plans"] += num_more > 0
+        self.engine.abort_step(spans)
+        self.scheduler.abort_step(first)
+        for i in range(len(in_flight) - num_more, len(in_flight)):
+            in_flight[i] = dataclasses.replace(in_flight[i], reads=(), writes=(), is_aborted=True, unaware=self.unaware)
+        if num_more:
+            self.engine.lose_steps()
 
     def _execute(self, step: Dispatched) -> None:
         """The workers execute a step that was planned now or some steps ago."""
