@@ -777,6 +777,33 @@ def test_a_load_is_cancelled_although_the_policy_raises(faulty, call):
 
 
 @interpreted_only
+@pytest.mark.parametrize("call", ["preempt", "finish"])
+@pytest.mark.parametrize("raising", ["touch", "remove"])
+def test_a_load_that_waits_is_not_sent_although_the_policy_raises(faulty, call, raising):
+    """No worker knows of it: it ends in that call, and nothing of it stays pinned or reserved."""
+    worker = FakeWorker(num_host_chunks=8)
+    engine = FakeEngine(num_cpu_chunks=8, workers=[worker], policy=faulty[0])
+    engine.serve("first", tokens(16))
+    num_found = match(engine, "again", tokens(16))
+    engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=num_found)
+    if raising == "remove":
+        worker.lose(0, 8, blocks_per_chunk=1)  # what is pinned is removed when it is unpinned
+        engine.apply(worker, [])
+    faulty[1].add(raising)
+    with pytest.raises(AssertionError, match="faulty"):
+        getattr(engine.scheduler, call)("again")
+    faulty[1].clear()
+    plan = engine.scheduler.plan_step()
+    assert not plan.of(JobKind.LOAD)
+    assert not plan.cancelled_job_ids
+    assert request_table(engine.scheduler).get("again") is None
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    assert not chunk_states(engine.scheduler).pins, "nothing is pinned any more"
+    if raising == "touch":  # else the policy still orders what it was to remove
+        engine.scheduler.check_invariants()
+
+
+@interpreted_only
 def test_a_probe_is_given_up_although_the_policy_raises(faulty):
     worker = FakeWorker(num_host_chunks=16)
     engine = FakeEngine(num_cpu_chunks=16, workers=[worker], policy=faulty[0], breaker_failures=1)
