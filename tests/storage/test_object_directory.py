@@ -1,14 +1,18 @@
 """The directory of the object tier, past obstore: what is removed, and who can read it."""
 
+import contextlib
 import dataclasses
+import errno
 import os
 import stat
 import threading
 
+import obstore
 import pytest
 
-from tests.storage.conformance import SPEC, key_of, write
+from tests.storage.conformance import SPEC, key_of, payload, read, write
 from tests.storage.objects import root_of, wait_until_swept
+from tpu_offload import ConfigError
 from tpu_offload.storage.object import ObjectTier
 from tpu_offload.storage.object_directory import remove_tree
 
@@ -72,8 +76,75 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tree, monkeypatch):
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", fail)
-    remove_tree(tree, threading.Event())
+    with pytest.raises(PermissionError, match="1"):
+        remove_tree(tree, threading.Event())
     assert sorted(tree.rglob("*")) == [tree / "a", tree / "a" / "1"]
+
+
+def test_what_cannot_be_listed_is_an_error(tree, monkeypatch):
+    """A process that is short of file descriptors took each directory for an empty one, and left all of it."""
+
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            remove_tree(tree, threading.Event())
+    remove_tree(tree, threading.Event())
+    assert not tree.exists()
+
+
+def test_a_generation_that_could_not_be_deleted_is_deleted_by_the_next_clear(tmp_path, monkeypatch, caplog):
+    with contextlib.closing(opened(tmp_path)) as tier:
+        write(tier, key_of(1), 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            tier.clear()
+            wait_until_swept()
+        assert "objects of earlier generations cannot be deleted (OSError: " in caplog.text
+        assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2
+        tier.clear()
+        wait_until_swept()
+        assert sum(path.is_file() for path in tmp_path.rglob("*")) == 1, "that names the generation"
+
+
+def refuse(path):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def test_a_full_disk_does_not_keep_an_engine_from_what_is_there(tmp_path, monkeypatch, caplog):
+    """The start writes only to see whether it may."""
+    full = obstore.exceptions.GenericError("Generic LocalFileSystem error: No space left on device (os error 28)")
+
+    def fail(*args, **kwargs):
+        raise full
+
+    with contextlib.closing(opened(tmp_path)) as tier:
+        write(tier, key_of(1), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", fail)
+        with pytest.raises(ConfigError, match="No space left"):
+            opened(tmp_path / "other")
+        tier = opened(tmp_path)
+        assert "is full (" in caplog.text
+        assert tier.stored_keys() == [key_of(1)]
+        assert read(tier, key_of(1)) == payload(1)
+        with pytest.raises(OSError, match="No space left"):
+            write(tier, key_of(2), 2)
+    write(tier, key_of(2), 2)
+    tier.close()
+    with contextlib.closing(opened(tmp_path)) as tier:
+        assert sorted(tier.stored_keys()) == [key_of(1), key_of(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", fail)
+            with pytest.raises(OSError, match="No space left"):
+                tier.clear()
+            wait_until_swept()
+            assert sum(path.is_file() for path in tmp_path.rglob("*")) == 1, "the old records make room for the new"
+        tier.clear()
+        write(tier, key_of(3), 3)
+        assert read(tier, key_of(3)) == payload(3)
 
 
 def opened(directory):

@@ -49,6 +49,7 @@ SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier
 # Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
 _UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
 _REFUSED = ("dns error", "ertificate")
+_FULL = "No space left"  # on a directory's disk
 _REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
 _OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
@@ -92,7 +93,13 @@ class ObjectTier(StorageTier):
         """Adopts the generation that the store names, or names a new one there."""
         try:
             is_new = not self._adopt()
-            self._publish()  # also what is there already, only to find that writes are refused
+            try:
+                self._publish()  # also what is there already, only to find that writes are refused
+            except OSError as e:
+                if is_new or _FULL not in str(e):
+                    raise
+                self._is_published = True  # it was before
+                _logger.warning("storage tier: %s is full (%s); what it has is found", where(self._store), reason(e))
             if is_new:
                 self._adopt()  # likewise, reads
         except (BaseError, OSError) as e:
@@ -194,10 +201,13 @@ class ObjectTier(StorageTier):
     def clear(self) -> None:
         """See `StorageTier.clear`. Objects are deleted in the background."""
         self._renew()
-        self._publish()
-        with self._lock:
-            earlier, self._earlier = self._earlier, set()
-        self._sweep(earlier)
+        try:
+            self._publish()
+        finally:
+            if self._is_published or self._directory is not None:  # on a full disk only deletions make room
+                with self._lock:
+                    earlier, self._earlier = self._earlier, set()
+                self._sweep(earlier)
 
     def close(self) -> None:
         """See `StorageTier.close`."""
@@ -291,6 +301,8 @@ class ObjectTier(StorageTier):
                 while not self._stop.is_set() and (entries := next(pages, None)) is not None:
                     delete_objects(self._store, [entry["path"] for entry in entries], self._stop)
         except (BaseError, OSError) as e:
+            with self._lock:
+                self._earlier.update(generations)  # the next `clear` tries again, too
             self._warn_of_leftovers(e)
 
     def _warn_of_leftovers(self, error: Exception) -> None:

@@ -1,6 +1,5 @@
 """The directory of an `object` tier, where obstore's `LocalStore` does not do what the tier needs."""
 
-import contextlib
 import os
 import re
 import threading
@@ -30,19 +29,27 @@ def remove_tree(root: Path, stop: threading.Event) -> None:
     Args:
       root: the directory; a symbolic link is left alone.
       stop: once it is set nothing further is removed.
+    Raises:
+      OSError: the first of what could not be listed or removed.
     """
-    for remove, path in _removals(root):
+    errors: list[OSError] = []
+    for remove, path in _removals(root, errors.append):
         if stop.is_set():
             return
-        with contextlib.suppress(OSError):
+        try:
             remove(path)
+        except OSError as e:
+            errors.append(e)
+    errors = [e for e in errors if not isinstance(e, FileNotFoundError)]  # gone is gone
+    if errors:
+        raise errors[0]
 
 
-def _removals(root: Path) -> Iterator[tuple[Callable[[str], None], str]]:
+def _removals(root: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[Callable[[str], None], str]]:
     """What removes a directory, from the leaves to the root, with the path for each."""
     if root.is_symlink():
         return
-    for directory, directories, names in os.walk(root, topdown=False):
+    for directory, directories, names in os.walk(root, topdown=False, onerror=onerror):
         for name in (*names, *directories):  # links, of the directories: others are gone, or stay with what they have
             yield os.unlink, os.path.join(directory, name)
         yield os.rmdir, directory
