@@ -13,7 +13,7 @@ from tests.simulation import shrink
 from tests.simulation.campaign import run_seeds
 from tests.simulation.trace import RATES, generate
 
-SEEDS = range(200)
+SEEDS = range(240)
 NUM_STEPS = 200
 
 OFTEN = {
@@ -21,7 +21,7 @@ OFTEN = {
     "loads used in part": 20, "failed loads": 100, "failed partly": 50, "failed wholly": 300, "refused": 20,
     "num_timed_out_jobs": 300, "num_lost_results": 200, "num_ignored_results": 200, "cancelled": 100,
     "steps with slots in quarantine": 1000, "num_worker_restarts": 50, "reports of an earlier incarnation": 5,
-    "resets": 100, "resets with loads in flight": 15, "promises revoked by a reset": 1,
+    "resets": 100, "resets with loads in flight": 20, "promises revoked by a reset": 1,
     "steps with all workers dead": 500, "num_breaker_openings": 30,
     "lost swaps": 100, "aborts while loading": 50, "aborts while swapped": 10, "aborts while promised": 5,
     "aborts while returning": 20, "aborts while running": 200, "aborts while waiting": 100,
