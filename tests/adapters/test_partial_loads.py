@@ -8,6 +8,7 @@ from vllm.v1.request import RequestStatus
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt, save_prompt
 from tests.inside.scheduler import storage_planner
 from tests.inside.worker import tier_group
+from tpu_offload.core.policies import Use
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -234,7 +235,7 @@ def test_a_cascade_in_a_step_with_invalid_blocks_ends_with_it():
     assert keys
     for key in keys:
         planner.records.forget(key)
-    planner.writes.offer(keys)  # so that the step whose load fails has a cascade
+    planner.writes.offer(dict.fromkeys(keys, Use(0)))  # so that the step whose load fails has a cascade
     break_segment(stack)
     request = stack.serve("b", tokens, max_tokens=1)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED

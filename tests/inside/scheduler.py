@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tpu_offload.core.policies import PriorityPolicy
+from tpu_offload.core.policies import PriorityPolicy, Use
 
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload import OffloadScheduler
@@ -135,7 +135,7 @@ def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":
     return planner._lookups
 
 
-def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, None]":
+def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, Use]":
     """The chunks of the host tier that are to be written to a storage tier, in order."""
     return planner.writes._candidates
 

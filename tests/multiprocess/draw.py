@@ -97,6 +97,7 @@ def _draw_storage(seed: int) -> dict[str, Any]:
         "num_storage_chunks": [rng.choice((8, 40)) for _ in tiers],
         "storage_write_on": [rng.choice(("save", "eviction")) for _ in tiers],
         "storage_admission": [rng.choice(("all", "second_sighting")) for _ in tiers],
+        "storage_eviction_policy": [rng.choice(("density", "density", "lru")) for _ in tiers],
     }
     return {
         "storage_tier": ";".join(tiers),

@@ -24,6 +24,7 @@ from tests.inside.scheduler import (
 from tests.storage.fakes import SharedEngine, SharedWorker, StorageEngine, StorageWorker, prompt
 from tpu_offload import CopyJob, JobResult, Match, MatchState, OffloadStats, StepPlan
 from tpu_offload.core.index import ChunkState
+from tpu_offload.core.policies import POLICIES
 from tpu_offload.types import ChunkKey, JobKind
 
 _WAIT_S = 0.5  # for saves and for storage
@@ -65,6 +66,7 @@ class Life:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        own = random.Random(repr(rng.getstate()))  # so that `rng` draws what it drew when there was one policy
         self.num_tiers = num = rng.choice(self.tier_numbers)
         self.admissions = rng.choices(["all", "second_sighting", "after_hit"], k=num)
         self.load_mode = rng.choice(["auto", "auto", "load", "recompute"])
@@ -78,6 +80,7 @@ class Life:
             max_storage_gb_in_flight=rng.choices([1e-9, 8 * 512 / 2**30], k=num),
             storage_write_on=rng.choices(["save", "eviction"], k=num),
             storage_admission=self.admissions,
+            storage_eviction_policy=own.choices(["density", *POLICIES], k=num),
             load_mode=self.load_mode,
             save_wait_s=_WAIT_S,
             storage_wait_s=_WAIT_S,

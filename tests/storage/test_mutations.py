@@ -45,6 +45,18 @@ MUTATIONS = (
     Mutation("one sighting is enough", "AdmissionFilter.__init__", "2 if _ else 1", "1"),
     Mutation("sightings count as hits", "AdmissionFilter.observe", "self._counts_sightings", "True"),
     Mutation(
+        "the chunk before a demoted one is forgotten",
+        "StorageWrites.note_evicted",
+        "self._index.parent_in(slot)",
+        'ChunkKey(b"")',
+    ),
+    Mutation(
+        "the chunk before one that is written is forgotten",
+        "StorageWrites._add_chunks",
+        "self._index.parent_in(found[0])",
+        'ChunkKey(b"")',
+    ),
+    Mutation(
         "a request waits anew each time that it is looked up",
         "LoadPlanner.answer",
         "request.arrival.since_s is None",
@@ -168,8 +180,8 @@ CHECKPOINT_MUTATIONS = (
     Mutation(
         "a checkpoint that is evicted is written from the slots of another",
         "StorageWrites.note_evicted_checkpoint",
-        "self._victims.update(new)",
-        "self._victims.update(dict.fromkeys(dict(new), 0))",
+        "_Victim(slot)",
+        "_Victim(0)",
     ),
     Mutation(
         "a state counts as one record in flight",

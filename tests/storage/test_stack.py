@@ -38,7 +38,8 @@ def put(engine, tier_id, tokens, chunks=slice(None)):
     keys, names = engine.keys(tokens)[chunks], engine.hashes(tokens)[chunks]
     for worker in engine.workers:
         worker.storages[tier_id].update(zip(keys, names, strict=True))
-    tiers(engine)[tier_id].records.stored.update(dict.fromkeys(reversed(keys)))
+    for key in reversed(keys):
+        tiers(engine)[tier_id].records.add(key)
 
 
 def reads(plan):

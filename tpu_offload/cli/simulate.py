@@ -16,9 +16,9 @@ from tpu_offload.cli.files import check_outputs, output_file, write_file, write_
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
-from tpu_offload.config import SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config import EvictionPolicyName, SaveEvent, StorageAdmission, StorageWriteEvent
 from tpu_offload.config.storage_tiers import SEPARATOR
-from tpu_offload.core.policies import POLICIES, find_policy
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
     BOUND,
@@ -86,6 +86,7 @@ class _Options:
     storage: tuple[tuple[Size, ...], ...] | None
     storage_write_on: tuple[str, ...] | None
     storage_admission: tuple[str, ...] | None
+    storage_eviction_policy: tuple[str, ...] | None
     num_layers: int | None
     num_kv_heads: int | None
     head_size: int | None
@@ -159,6 +160,12 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
     "NAME[;NAME]",
     f"which chunks it takes: {', '.join(_ADMISSIONS)}; likewise ({_ADMISSIONS[0]})",
 )
+@option(
+    "--storage-eviction-policy",
+    _per_tier(tuple(POLICIES)),
+    "NAME[;NAME]",
+    f"which chunks it evicts: {', '.join(POLICIES)}; likewise ({DEFAULT_POLICY})",
+)
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
 @number("--head-size", "model: width of a head")
@@ -200,6 +207,7 @@ def command(argv: list[str], /, **flags: Any) -> int:
         "save_after_sightings": options.save_after_sightings,
         "storage_write_on": options.storage_write_on or _WRITE_EVENTS[:1],
         "storage_admission": options.storage_admission or _ADMISSIONS[:1],
+        "storage_eviction_policy": options.storage_eviction_policy or (DEFAULT_POLICY,),
         "argv": argv,
     }
     if options.json is not None:
@@ -219,7 +227,7 @@ def _check(options: _Options) -> None:
     check_html(options.html)
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
-    for name in ("storage_write_on", "storage_admission"):
+    for name in ("storage_write_on", "storage_admission", "storage_eviction_policy"):
         _check_per_tier(f"--{name.replace('_', '-')}", getattr(options, name), options.storage)
 
 
@@ -281,16 +289,15 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
 
 def _stack(options: _Options, sizes: Sequence[int]) -> tuple[StorageSetup, ...]:
     """The tiers of these sizes, in chunks."""
-    num = len(sizes)
-    events, admissions = options.storage_write_on or _WRITE_EVENTS[:1], options.storage_admission or _ADMISSIONS[:1]
+    given = (
+        options.storage_write_on or _WRITE_EVENTS[:1],
+        options.storage_admission or _ADMISSIONS[:1],
+        options.storage_eviction_policy or (DEFAULT_POLICY,),
+    )
+    columns = [words * len(sizes) if len(words) == 1 else words for words in given]
     return tuple(
-        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission))
-        for size, event, admission in zip(
-            sizes,
-            events * num if len(events) == 1 else events,
-            admissions * num if len(admissions) == 1 else admissions,
-            strict=True,
-        )
+        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission), EvictionPolicyName(policy))
+        for size, event, admission, policy in zip(sizes, *columns, strict=True)
     )
 
 

@@ -68,6 +68,7 @@ def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) ->
                 "num_chunks": setup.num_chunks,
                 "write_on": setup.write_on.value,
                 "admission": setup.admission.value,
+                "eviction_policy": setup.eviction.value,
                 "hit_rate": _rate(counted.num_storage_hits[number], counted),
                 **_moves({"written": tier.num_written, "read": whole.num_storage_hits[number]}, chunk_nbytes),
                 "num_evicted_chunks": tier.num_evicted,

@@ -255,6 +255,11 @@ class OffloadConfig(pydantic.BaseModel):
         "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
         "used again. A single value applies to each tier.",
     )
+    storage_eviction_policy: tuple[EvictionPolicyName, ...] = Field(
+        (DEFAULT_EVICTION_POLICY,),
+        description="Which chunks a full storage tier evicts. Tiers of a model with windows or states, and those that "
+        "other engines share, are `lru` whatever this says. A single value applies to each tier.",
+    )
     storage_copy_path: StorageCopyPath = Field(
         StorageCopyPath.AUTO,
         description="How chunks are copied between the host tier and the buffers of storage: `host` by the host's CPU, "
@@ -330,6 +335,7 @@ class OffloadConfig(pydantic.BaseModel):
         *STORAGE_SIZES,
         "storage_write_on",
         "storage_admission",
+        "storage_eviction_policy",
         "max_storage_gb_in_flight",
         mode="before",
     )
@@ -487,6 +493,7 @@ class OffloadConfig(pydantic.BaseModel):
             sizes_gb=self.storage_gb,
             write_on=self.storage_write_on,
             admission=self.storage_admission,
+            eviction_policy=self.storage_eviction_policy,
             max_gb_in_flight=self.max_storage_gb_in_flight,
         )
 

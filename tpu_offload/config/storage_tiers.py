@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, final
 from urllib.parse import parse_qsl, urlsplit
 
-from tpu_offload.config.choices import StorageAdmission, StorageWriteEvent
+from tpu_offload.config.choices import EvictionPolicyName, StorageAdmission, StorageWriteEvent
 from tpu_offload.config.environment import env_name
 from tpu_offload.config.registered_tiers import STORAGE_TIERS, tier_of_scheme
 from tpu_offload.errors import ConfigError
@@ -40,6 +40,7 @@ class StorageTierConfig:
       size_gb: its size in GB of 2**30 bytes for each worker, all of its ranks together; None if it is given in records.
       write_on: when chunks are written to it.
       admission: which chunks it takes.
+      eviction_policy: which chunks it evicts, where it is private and the model has full attention only.
       max_gb_in_flight: host memory for records on their way to and from it.
     """
 
@@ -50,6 +51,7 @@ class StorageTierConfig:
     size_gb: float | None
     write_on: StorageWriteEvent
     admission: StorageAdmission
+    eviction_policy: EvictionPolicyName
     max_gb_in_flight: float
 
     @property
@@ -112,6 +114,7 @@ def make_storage_tiers(
     sizes_gb: Sequence[float],
     write_on: Sequence[StorageWriteEvent],
     admission: Sequence[StorageAdmission],
+    eviction_policy: Sequence[EvictionPolicyName],
     max_gb_in_flight: Sequence[float],
 ) -> tuple[StorageTierConfig, ...]:
     """The tiers, from the values of their settings; none without names.
@@ -145,6 +148,7 @@ def make_storage_tiers(
         _for_each("storage_gb", sizes_gb or (None,) * num, num),
         _for_each("storage_write_on", write_on, num, may_be_one=True),
         _for_each("storage_admission", admission, num, may_be_one=True),
+        _for_each("storage_eviction_policy", eviction_policy, num, may_be_one=True),
         _for_each("max_storage_gb_in_flight", max_gb_in_flight, num, may_be_one=True),
         strict=True,
     )
@@ -157,9 +161,10 @@ def make_storage_tiers(
             size_gb=size_gb,
             write_on=event,
             admission=admitted,
+            eviction_policy=policy,
             max_gb_in_flight=in_flight,
         )
-        for tier_id, (name, text, chunks, size_gb, event, admitted, in_flight) in enumerate(columns)
+        for tier_id, (name, text, chunks, size_gb, event, admitted, policy, in_flight) in enumerate(columns)
     )
     _check_places(tiers)
     return tiers

@@ -8,6 +8,7 @@ from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import Checkpoint, overlaps
+from tpu_offload.core.policies import Use
 from tpu_offload.core.swap.pool import HostBlocks
 from tpu_offload.types import ChunkKey, Direction
 
@@ -25,6 +26,7 @@ class Holdings:
       keys: chunks of the host tier that it reads, or that it writes and has made PENDING.
       slots: their slots, or those of the pieces that it writes.
       are_pinned: whether `keys` are pinned.
+      uses: for each of `keys` that it writes, the use of the request that saves or reads it; none of pieces.
       checkpoint: the checkpoint that it reads; held. None without windows and states.
       pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
     """
@@ -40,6 +42,7 @@ class Holdings:
         keys: Sequence[ChunkKey] = (),
         slots: tuple[int, ...] = (),
         are_pinned: bool = False,
+        uses: Sequence[Use] = (),
         checkpoint: Checkpoint | None = None,
         pool_blocks: HostBlocks = (),
     ) -> None:
@@ -51,6 +54,7 @@ class Holdings:
         self.keys = keys
         self.slots = slots
         self.are_pinned = are_pinned
+        self.uses = uses
         self.checkpoint = checkpoint
         self.pool_blocks = pool_blocks
 

@@ -8,6 +8,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.core.jobs import label_of
+from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.types import ChunkKey, CopyPart, Direction, JobKind
 
@@ -39,6 +40,7 @@ class SaveJobs:
         num_staged_blocks: int,
         request_ids: Sequence[str],
         deadline_s: float,
+        uses: Sequence[Use] = (),
     ) -> None:
         """Plans a job, and reserves its staging blocks.
 
@@ -49,6 +51,7 @@ class SaveJobs:
           num_staged_blocks: blocks that move through the staging buffer, where the path has one.
           request_ids: the requests that hold the blocks.
           deadline_s: see `Job`.
+          uses: see `Holdings`.
         """
         num_staging_blocks = self._staging.reserve_save(self._account, num_staged_blocks) if num_staged_blocks else 0
         held = Holdings(
@@ -58,6 +61,7 @@ class SaveJobs:
             num_staging_blocks=num_staging_blocks,
             keys=tuple(keys),
             slots=tuple(slots),
+            uses=uses,
         )
         self._jobs.plan(
             kind, tuple(parts), held, request=label_of(request_ids), writes=self._writes, deadline_s=deadline_s
@@ -73,15 +77,17 @@ class SaveBatch:
       keys: the chunks.
       slots: the chunks' slots in the host tier.
       request_ids: the requests that hold the blocks.
+      uses: for each chunk, that of the request that saves it.
     """
 
-    __slots__ = ("block_ids", "keys", "request_ids", "slots")
+    __slots__ = ("block_ids", "keys", "request_ids", "slots", "uses")
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.keys: list[ChunkKey] = []
         self.slots: list[int] = []
         self.request_ids: list[str] = []
+        self.uses: list[Use] = []
 
     def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
         """Adds the chunks of these numbers, ascending, of one request."""
@@ -92,6 +98,7 @@ class SaveBatch:
         else:
             self._add_all(request, chunks, blocks_per_chunk)
         self.slots += slots
+        self.uses += [request.use] * len(slots)
         self.request_ids.append(request.request_id)
 
     def _add_all(self, request: RequestState, chunks: Sequence[int], size: int) -> None:

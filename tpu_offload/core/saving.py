@@ -15,6 +15,7 @@ from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.host_writes import ChunkWrites
 from tpu_offload.core.jobs import host_blocks
+from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_batch import SaveBatch, SaveJobs
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
@@ -94,10 +95,10 @@ class SavePlanner:
         self._counts = context.counts
         self._num_observed: dict[str, int] = {}  # by request id: its leading chunks that the policy has observed
         self._saves_on_compute = bool(policy.saves_on(SaveEvent.COMPUTE))
-        self._on_observed: Callable[[Sequence[ChunkKey], int], None] | None = None
+        self._on_observed: Callable[[Use, Sequence[ChunkKey], int], None] | None = None
         self._num_unchained = 0  # requests whose block hashes do not depend on the tokens before
 
-    def on_observed(self, call: Callable[[Sequence[ChunkKey], int], None]) -> None:
+    def on_observed(self, call: Callable[[Use, Sequence[ChunkKey], int], None]) -> None:
         """Registers the one callback for what the policy observes: chunks of a request, and how many it knew."""
         self._on_observed = call
 
@@ -186,7 +187,7 @@ class SavePlanner:
             keys = request.keys if len(request.keys) == num_chunks else request.keys[:num_chunks]
             self._policy.observe(request.use, keys, num_observed)
             if self._on_observed is not None:
-                self._on_observed(keys, num_observed)
+                self._on_observed(request.use, keys, num_observed)
             self._num_observed[request.request_id] = num_chunks
 
     def num_used(self, request: RequestState) -> int:
@@ -423,6 +424,7 @@ class SavePlanner:
             num_staged_blocks=num_blocks,
             request_ids=batch.request_ids,
             deadline_s=deadline_s,
+            uses=batch.uses,
         )
 
 

@@ -279,7 +279,7 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         if self._has_storage:
-            self._storage.hit(request.keys[: request.last_match.num_found_chunks])
+            self._storage.hit(request.use, request.keys[: request.last_match.num_found_chunks])
             if load.held.checkpoint is not None:
                 self._storage.hit_checkpoint(load.held.checkpoint)
         self._transfers.queue_load(load)
@@ -576,4 +576,4 @@ class OffloadScheduler:
             self._index.checkpoints.settle(request.rolling)
         self._index.touch(request.use, request.keys, self._saves.num_used(request))
         if self._has_storage and request.limits.cache:
-            self._storage.finish(request.keys)
+            self._storage.finish(request.use, request.keys)

@@ -6,7 +6,7 @@ stay reserved, and the slots of a save in quarantine.
 """
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -15,6 +15,7 @@ from tpu_offload.core.host_writes import HostWrites
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.load_queue import LoadQueue
+from tpu_offload.core.policies import Use
 from tpu_offload.core.promises import WaitingLoad
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobKind, JobState, StepPlan
@@ -51,11 +52,11 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests with a failed load compute what failed; other requests may load it once more.
         self._had_failed_loads: set[str] = set()
-        self._on_saved: Callable[[Sequence[ChunkKey]], None] | None = None
+        self._on_saved: Callable[[Mapping[ChunkKey, Use]], None] | None = None
         self._jobs.on_end(*TRANSFERS, call=self.ended)
 
-    def on_saved(self, call: Callable[[Sequence[ChunkKey]], None]) -> None:
-        """Registers the one callback for chunks that a save has published."""
+    def on_saved(self, call: Callable[[Mapping[ChunkKey, Use]], None]) -> None:
+        """Registers the one callback for chunks that a save has published, with the uses of those that saved them."""
         self._on_saved = call
 
     # Planning.
@@ -280,7 +281,8 @@ class Transfers:
         """Publishes what every worker has, and removes the rest."""
         published = writes.publish(job.held, bad)
         if published and self._on_saved is not None:
-            self._on_saved(published)
+            uses = dict(zip(job.keys, job.held.uses, strict=True))
+            self._on_saved({key: uses[key] for key in published} if bad else uses)
         if bad:
             self.mark_lost(writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 

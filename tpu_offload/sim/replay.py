@@ -106,7 +106,8 @@ type _Read = tuple[int, Sequence[ChunkKey]]  # the number of a tier, and what is
 class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
-        self._storage = [StorageTier(tier, num_blocks=trace.num_blocks) for tier in setup.storage]
+        parents = _parents(trace) if setup.storage else {}
+        self._storage = [StorageTier(tier, num_blocks=trace.num_blocks, parents=parents) for tier in setup.storage]
         self._demotes = any(tier.demotes for tier in self._storage)
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         # Of half of the host tier an equal share is for the promotions of each tier.
@@ -125,7 +126,7 @@ class _Replay:
         saves.observe(use, keys)
         in_host = host.find(keys)
         for tier in self._storage:
-            tier.observe(keys, in_host)
+            tier.observe(use, keys, in_host)
         self._host_hits.append(max(in_hbm, in_host) - in_hbm)
         if self._storage:
             in_host = self._read_storage(use, keys, in_hbm=in_hbm, in_host=in_host)
@@ -133,7 +134,7 @@ class _Replay:
         host.touch(use, keys, len(promised))
         if promised:
             for tier in self._storage:
-                tier.hit(promised)
+                tier.hit(use, promised)
             self._settle()
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
@@ -149,7 +150,7 @@ class _Replay:
         self._settle()
         host.touch(use, keys, len(keys))
         for tier in self._storage:
-            tier.finish(keys)
+            tier.finish(use, keys)
 
     def _num_stored(self, keys: Sequence[ChunkKey]) -> int:
         """How many leading chunks storage has, as a policy is told: 0 if a tier takes what the host tier evicts."""
@@ -169,7 +170,7 @@ class _Replay:
             reads = self._plan_reads(use, keys, in_host=in_host, found=found)
             if not reads:
                 break
-            self._step(reads)
+            self._step(use, reads)
             self._settle()
             for number, new in reads:
                 end = in_host + len(new)
@@ -216,10 +217,11 @@ class _Replay:
         while host.has_copies or any(tier.has_plans for tier in self._storage):
             self._step()
 
-    def _step(self, reads: Sequence[_Read] = ()) -> None:
+    def _step(self, use: Use | None = None, reads: Sequence[_Read] = ()) -> None:
         """What was evicted is demoted, candidates are written, and then the copies of the step end.
 
         Args:
+          use: of the request for which something is read.
           reads: what is being read; the nearer tiers are offered what comes from a farther one.
         """
         if self._demotes:
@@ -232,9 +234,14 @@ class _Replay:
                 tier.write(self._host.has)
             tier.end_step()
         saved = self._host.settle()
-        for number, new in reads or [(len(self._storage), saved)]:
-            for tier in self._storage[:number]:
-                tier.offer(new)
+        if use is None:
+            for tier in self._storage:
+                for saver, new in saved:
+                    tier.offer(saver, new)
+        else:
+            for number, new in reads:
+                for tier in self._storage[:number]:
+                    tier.offer(use, new)
 
     def outcome(self) -> Outcome:
         """The result so far."""
@@ -267,3 +274,9 @@ class _Replay:
             covered.update(prefix)
             if prefix:
                 yield [keys[number] for number in reversed(prefix)]
+
+
+def _parents(trace: Trace) -> dict[ChunkKey, ChunkKey]:
+    """For each chunk that does not begin a prompt the one before it."""
+    keys = trace.keys
+    return {key: keys[parent] for key, parent in zip(keys, trace.parents, strict=True) if parent >= 0}

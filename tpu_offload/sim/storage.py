@@ -8,11 +8,14 @@ only, and a lookup continues in it where the host tier ends.
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
-from tpu_offload.config import StorageAdmission, StorageWriteEvent
+from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName, StorageAdmission, StorageWriteEvent
+from tpu_offload.core.index import NO_PARENT
+from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
+from tpu_offload.core.storage.eviction import make_order
 from tpu_offload.core.storage.writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 
@@ -25,11 +28,13 @@ class StorageSetup:
       num_chunks: its capacity. Capacity beyond the blocks of the trace takes no memory.
       write_on: when chunks are written to it.
       admission: which chunks it takes.
+      eviction: which it evicts.
     """
 
     num_chunks: int
     write_on: StorageWriteEvent = StorageWriteEvent.SAVE
     admission: StorageAdmission = StorageAdmission.ALL
+    eviction: EvictionPolicyName = DEFAULT_EVICTION_POLICY
 
 
 @final
@@ -39,6 +44,7 @@ class StorageTier:
     Args:
       setup: its settings.
       num_blocks: prompt blocks of the trace.
+      parents: for each chunk the one before it in its prefix, if there is one.
 
     Attributes:
       demotes: whether what the host tier evicts is written, instead of what is saved.
@@ -46,18 +52,20 @@ class StorageTier:
       num_dropped: chunks that the host tier evicted and for which there was no room.
     """
 
-    def __init__(self, setup: StorageSetup, *, num_blocks: int) -> None:
+    def __init__(self, setup: StorageSetup, *, num_blocks: int, parents: Mapping[ChunkKey, ChunkKey]) -> None:
         # The sketch of admission is sized by the occurrences of blocks, not by unique ones.
         self._capacity = min(setup.num_chunks, num_blocks)
         self._admission = AdmissionFilter(setup.admission, self._capacity)
-        self._stored: OrderedDict[ChunkKey, None] = OrderedDict()  # least recently used first
-        self._candidates: OrderedDict[ChunkKey, None] = OrderedDict()  # to write, oldest first
+        self._order = make_order(setup.eviction, self._capacity)
+        self._parents = parents
+        self._newest = Use(-1)
+        self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()  # to write, and who saved them; oldest first
         self._reading: frozenset[ChunkKey] = frozenset()
         self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
         self.num_written = self.num_evicted = self.num_dropped = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._stored
+        return key in self._order.stored
 
     @property
     def has_plans(self) -> bool:
@@ -66,26 +74,27 @@ class StorageTier:
 
     # What may be written.
 
-    def observe(self, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
         """A request contains these chunks, of which the host tier has the first."""
-        self._touch(reversed(keys))  # the head last, so that tails are evicted first
+        self._newest = use
+        self._order.use(use, keys)
         self._admission.observe(keys)
-        self._offer_admitted(keys[:num_in_host])
+        self._offer_admitted(use, keys[:num_in_host])
 
-    def hit(self, keys: Sequence[ChunkKey]) -> None:
+    def hit(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier."""
         self._admission.hit(keys)
-        self._offer_admitted(keys)
+        self._offer_admitted(use, keys)
 
-    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+    def _offer_admitted(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         if self._admission.depends_on_uses:
-            self.offer(keys)
+            self.offer(use, keys)
 
-    def offer(self, keys: Iterable[ChunkKey]) -> None:
+    def offer(self, use: Use, keys: Iterable[ChunkKey]) -> None:
         """Chunks are in the host tier; those that admission takes are written in the next steps."""
         if not self.demotes:
-            admits, stored = self._admission.admits, self._stored
-            self._candidates.update((key, None) for key in keys if key not in stored and admits(key))
+            admits, stored = self._admission.admits, self._order.stored
+            self._candidates.update((key, use) for key in keys if key not in stored and admits(key))
 
     # A step.
 
@@ -93,11 +102,11 @@ class StorageTier:
         """Writes candidates, as many as one step does."""
         room = self._room
         self._evict(min(len(self._candidates), MAX_CASCADES) - room)  # which is room from the next step on
-        batch: list[ChunkKey] = []
+        batch: list[tuple[Use, ChunkKey]] = []
         while self._candidates and len(batch) < min(MAX_CASCADES, room):
-            key, _ = self._candidates.popitem(last=False)
-            if is_in_host(key) and key not in self._stored:
-                batch.append(key)
+            key, use = self._candidates.popitem(last=False)
+            if is_in_host(key) and key not in self._order.stored:
+                batch.append((use, key))
         self._add(batch)
 
     def demote(self, evicted: Sequence[ChunkKey]) -> None:
@@ -105,24 +114,24 @@ class StorageTier:
 
         A demotion cannot wait for the end of a deletion, so some room is kept free.
         """
-        victims = [key for key in evicted if key not in self._stored and self._admission.admits(key)]
+        victims = [key for key in evicted if key not in self._order.stored and self._admission.admits(key)]
         if not victims:
             return
         kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))
         batch = victims[::-1][: min(MAX_DEMOTIONS, self._room)]
         self.num_dropped += len(victims) - len(batch)
         self._evict(kept_free - self._room)
-        self._add(batch)
-        self._reading = frozenset()
+        use = self._newest.replace(is_request=False)
+        self._add([(use, key) for key in batch])
         self._evict(kept_free - self._room)
 
-    def finish(self, keys: Sequence[ChunkKey]) -> None:
+    def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended, and all of it is written that will be."""
-        self._touch(reversed(keys))
+        self._order.use(use, keys)
 
     def read(self, keys: Sequence[ChunkKey]) -> None:
         """These chunks are read in the coming step."""
-        self._touch(reversed(keys))
+        self._order.touch(reversed(keys))  # the head last, so that tails are evicted first
         self._reading = frozenset(keys)
 
     def end_step(self) -> None:
@@ -131,28 +140,19 @@ class StorageTier:
 
     def leading(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """The chunks up to the first one that it does not have."""
-        return list(itertools.takewhile(self._stored.__contains__, keys))
+        return list(itertools.takewhile(self._order.stored.__contains__, keys))
 
     # Inside.
 
     @property
     def _room(self) -> int:
-        return self._capacity - len(self._stored)
+        return self._capacity - len(self._order.stored)
 
-    def _touch(self, keys: Iterable[ChunkKey]) -> None:
-        for key in keys:
-            if key in self._stored:
-                self._stored.move_to_end(key)
-
-    def _add(self, batch: Sequence[ChunkKey]) -> None:
-        for key in reversed(batch):
-            self._stored[key] = None
+    def _add(self, batch: Sequence[tuple[Use, ChunkKey]]) -> None:
+        self._order.add_written([(use, key, self._parents.get(key, NO_PARENT)) for use, key in batch])
         self.num_written += len(batch)
 
     def _evict(self, num_chunks: int) -> None:
         """Evicts so many chunks, fewer if the next one is being read."""
-        for _ in range(min(num_chunks, len(self._stored))):
-            if next(iter(self._stored)) in self._reading:
-                break
-            self._stored.popitem(last=False)
-            self.num_evicted += 1
+        if num_chunks > 0:
+            self.num_evicted += len(self._order.evict(num_chunks, self._reading))

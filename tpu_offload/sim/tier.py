@@ -21,7 +21,7 @@ class Tier:
     def __init__(self, policy: EvictionPolicy, *, num_chunks: int, record: bool = False) -> None:
         self._index = ChunkIndex(policy, record=record)
         self._index.grow(Pool.CHUNKS, num_chunks)
-        self._on_the_way: list[tuple[Sequence[ChunkKey], list[int]]] = []
+        self._on_the_way: list[tuple[Use, Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0
         self.num_promoted = 0
         self.num_dropped = 0
@@ -62,7 +62,7 @@ class Tier:
         self.num_saved += len(slots)
         new = keys[first : first + len(slots)]
         if new:
-            self._on_the_way.append((new, slots))
+            self._on_the_way.append((use, new, slots))
         return new
 
     def promote(self, use: Use, keys: Sequence[ChunkKey], first: int, num_chunks: int) -> Sequence[ChunkKey]:
@@ -73,7 +73,7 @@ class Tier:
         new = keys[first : first + len(slots)]
         self.num_promoted += len(new)
         if new:
-            self._on_the_way.append((new, slots))
+            self._on_the_way.append((use, new, slots))
         return new
 
     @property
@@ -81,12 +81,12 @@ class Tier:
         """Whether copies are in flight."""
         return bool(self._on_the_way)
 
-    def settle(self) -> list[ChunkKey]:
-        """Completes all copies in flight; returns their chunks."""
-        done: list[ChunkKey] = []
-        for keys, slots in self._on_the_way:
+    def settle(self) -> list[tuple[Use, Sequence[ChunkKey]]]:
+        """Completes all copies in flight; returns their uses and chunks."""
+        done: list[tuple[Use, Sequence[ChunkKey]]] = []
+        for use, keys, slots in self._on_the_way:
             self._index.complete(keys, slots, success=True)
-            done += keys
+            done.append((use, keys))
         self._on_the_way.clear()
         return done
 

@@ -96,9 +96,9 @@ def test_chunks_are_written_once_every_worker_has_saved_them():
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert stored(engine) == [], "the other worker has not written it"
     engine.apply(engine.workers[1], engine.workers[1].finish())
-    assert stored(engine) == [key for key, _ in job.chunks][::-1], "the tail is evicted first"
+    assert stored(engine) == [key for key, _ in job.chunks]
     engine.rest()
-    assert stored(engine) == engine.keys(A)[::-1]
+    assert stored(engine) == engine.keys(A)
     engine.check_storage([A])
     stats = engine.scheduler.stats()
     assert (stats.num_stored_chunks, stats.cascaded_chunks, stats.num_failed_jobs) == (4, 4, 0)
@@ -193,9 +193,9 @@ def test_a_lookup_has_storage_read_and_finds_it():
     assert stats.num_dropped_promotions == 0
 
 
-def test_a_long_prompt_is_evicted_from_its_tail():
+def test_a_long_prompt_is_evicted_from_its_tail_by_lru():
     """It is written in several jobs, the last of them after its request has ended, and read in several."""
-    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100, storage_eviction_policy="lru")
     tokens = prompt(1, num_blocks=20)
     engine.serve("a", tokens)
     engine.rest()
@@ -209,7 +209,7 @@ def test_a_long_prompt_is_evicted_from_its_tail():
 
 def test_prefixes_that_wait_to_count_as_used_are_bounded(monkeypatch):
     monkeypatch.setattr("tpu_offload.core.storage.writes._MAX_FINISHED", 2)
-    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100)
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=100, storage_eviction_policy="lru")
     for name in "abcd":
         engine.add(name, prompt(ord(name), num_blocks=10))
         engine.step({name: 40})
@@ -382,7 +382,7 @@ def test_chunks_that_were_not_written_are_deleted_and_not_asked_for():
     keys = engine.keys(A)
     (job,) = plan.jobs
     assert [key for key, _ in job.chunks] == keys
-    assert stored(engine) == [keys[3], keys[0]]
+    assert stored(engine) == [keys[0], keys[3]]
     assert engine.scheduler.stats().failed_storage_chunks == 2
     engine.fill(B)
     assert set(engine.workers[0].storage) == set(stored(engine)), "deleted with the next cascade"

@@ -20,9 +20,11 @@ from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece, NewPieceKey
 from tpu_offload.core.index.chunk_index import ChunkIndex
 from tpu_offload.core.index.chunk_states import ChunkState
 from tpu_offload.core.index.pool_balance import PoolBalance, PoolMove
+from tpu_offload.core.index.prefix_tree import NO_PARENT
 from tpu_offload.core.index.slots import overlaps
 
 __all__ = [
+    "NO_PARENT",
     "Changes",
     "Checkpoint",
     "ChunkIndex",

@@ -256,6 +256,10 @@ class ChunkIndex:
             return (), end
         return missing_chunks(self._tree, keys, first, end), end
 
+    def parent_in(self, slot: int) -> ChunkKey | None:
+        """See `PrefixTree.parent_in`; what was in the slot last was evicted by the call that is under way."""
+        return self._tree.parent_in(slot)
+
     def pin(self, keys: Sequence[ChunkKey]) -> None:
         """Pins consecutive chunks of one prefix, and the resident ones before them, until unpinned. O(1).
 

@@ -19,6 +19,8 @@ from tpu_offload.types import ChunkKey
 
 NO_CHUNK = -1
 """In place of a slot: the chunk begins a prefix, or no chunk follows it."""
+NO_PARENT = ChunkKey(b"")
+"""In place of the key of a chunk's parent: the chunk begins a prefix."""
 NOT_RESIDENT = -2
 """In place of the slot of a chunk's parent: the parent was lost."""
 STRIDE = 64
@@ -113,6 +115,23 @@ class PrefixTree:
         if self.orphans:
             for key, slot in zip(keys, slots, strict=True):
                 self._adopt_orphans(key, slot)
+
+    def insert_orphans(self, parent: ChunkKey, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """As `insert`, after a chunk that is not resident: the first of them is its child once it is."""
+        self.insert(None, keys, slots)
+        self.parents[slots[0]] = NOT_RESIDENT
+        self._lost_parents[slots[0]] = parent
+        self.orphans.setdefault(parent, set()).add(slots[0])
+
+    def parent_in(self, slot: int) -> ChunkKey | None:
+        """The chunk before the one in this slot, or that was in it last; `NO_PARENT` if it begins a prefix.
+
+        None if it is not known: the chunk is an orphan.
+        """
+        parent = self.parents[slot]
+        if parent == NO_CHUNK:
+            return NO_PARENT
+        return self.keys[parent] if parent >= 0 else None
 
     def remove(self, key: ChunkKey) -> tuple[int, ChunkKey | None]:
         """Removes a chunk, wherever it is in its prefix. Its children become orphans.

@@ -24,6 +24,7 @@ from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS, WRITES, TierJobs
 from tpu_offload.core.storage.lookups import LookupPlanner
@@ -70,7 +71,9 @@ class StoragePlanner:
         self._counts = context.counts
         self._index = context.index
         max_in_flight = tier.max_chunks_in_flight(context.layout, blocks_per_chunk=context.blocks_per_chunk)
-        self.records = records = StoredRecords(context, capacity=num_chunks, max_in_flight=max_in_flight)
+        self.records = records = StoredRecords(
+            context, capacity=num_chunks, max_in_flight=max_in_flight, eviction=tier.eviction_policy
+        )
         self._jobs = jobs = TierJobs(context, tier, records)
         self.writes = StorageWrites(context, tier, records=records, jobs=jobs, own_counts=self._own_counts)
         self.reads = StorageReads(
@@ -93,11 +96,10 @@ class StoragePlanner:
 
     # Planning.
 
-    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
-        if self.records.stored:
-            self.records.touch(reversed(keys))  # the head last, so that tails are evicted first
-        self.writes.observe(keys, first)
+        self.records.use(use, keys)
+        self.writes.observe(use, keys, first)
 
     @property
     def is_shared(self) -> bool:
@@ -153,7 +155,8 @@ class StoragePlanner:
         no part of a record.
         """
         records = self.records
-        records.is_shared = records.is_shared or is_shared
+        if is_shared:
+            records.share()
         self.writes.forget_candidates()
         self._fail_jobs(f"worker {worker_id} has restarted")
         if is_shared:
@@ -230,7 +233,7 @@ class StoragePlanner:
         )
 
     def stored_keys(self) -> list[ChunkKey]:
-        """Records that are stored, least recently used first."""
+        """Records that are stored."""
         return list(self.records.stored)
 
     def late_slots(self) -> list[int]:

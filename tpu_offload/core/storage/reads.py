@@ -5,13 +5,14 @@ A promotion reads chunks that a lookup needs next, or the pieces of a checkpoint
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import Protocol, final
 
 from tpu_offload.config import StorageTierConfig
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.host_writes import ChunkWrites, HostWrites, PieceWrites
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import StoredRecords
@@ -26,8 +27,8 @@ _MAX_RUN = 4096  # chunks that are looked at together; what is read of a long pr
 class TierNeighbors(Protocol):
     """What the planner of a tier knows of the others."""
 
-    def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
-        """Chunks have come from a tier; they are READY."""
+    def note_promoted(self, tier_id: int, chunks: Mapping[ChunkKey, Use]) -> None:
+        """Chunks have come from a tier, for these uses; they are READY."""
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether a chunk is resident, in any tier or on its way to one."""
@@ -41,11 +42,13 @@ class _Reading:
       planned_s: when it was planned.
       nbytes: bytes in flight then, its own included.
       end: the chunk before the checkpoint whose pieces it reads; None if it reads chunks of full attention.
+      use: that of the request for which it reads those.
     """
 
     planned_s: float
     nbytes: int
     end: ChunkKey | None
+    use: Use | None
 
 
 @final
@@ -128,14 +131,20 @@ class StorageReads:
         if not slots:
             self._counts.num_dropped_promotions += 1
             return
-        self._plan([keys[i] for i in indices[: len(slots)]], slots, self._chunks, end=None)
+        self._plan([keys[i] for i in indices[: len(slots)]], slots, self._chunks, use=request.use)
 
     def read_pieces(self, pieces: Sequence[ChunkKey], slots: Sequence[int], *, end: ChunkKey) -> None:
         """Plans the promotion of pieces of the checkpoint after this chunk, which are PENDING."""
         self._plan(pieces, slots, self._pieces, end=end)
 
     def _plan(
-        self, keys: Sequence[ChunkKey], slots: Sequence[int], writes: HostWrites, *, end: ChunkKey | None
+        self,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        writes: HostWrites,
+        *,
+        end: ChunkKey | None = None,
+        use: Use | None = None,
     ) -> None:
         names = self._records.of_slots(keys, slots)
         self._records.touch(reversed(names))  # the head last, so that tails are evicted first
@@ -143,7 +152,7 @@ class StorageReads:
         self._num_slots += self._num_chunk_slots(slots)
         now_s = self._clock()
         job = self._jobs.plan(JobKind.PROMOTE, keys, slots, self.breaker, writes=writes, now_s=now_s)
-        self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end)
+        self._reading[job.job_id] = _Reading(now_s, len(self._records.promoting) * self._chunk_nbytes, end, use)
 
     def _num_chunk_slots(self, slots: Sequence[int]) -> int:
         return self._index.count_in(Pool.CHUNKS, slots)
@@ -226,13 +235,13 @@ class StorageReads:
             # A report comes at the end of a step, which may be long after the end of the read.
             seconds = job.copy_s or self._clock() - reading.planned_s
             self._costs.observe_promotion(self._tier_id, reading.nbytes, seconds)
-        self._publish(job, {slot for i, slot in enumerate(job.slots) if i in bad})
+        self._publish(job, {slot for i, slot in enumerate(job.slots) if i in bad}, reading.use)
         gone = range(len(job.keys)) if job.copy_failed else job.missing
         for i in gone:
             if i in bad:
                 self._forget(job.keys[i], job.slots[i])
 
-    def _publish(self, job: Job, bad: Set[int]) -> None:
+    def _publish(self, job: Job, bad: Set[int], use: Use | None) -> None:
         """Publishes what is in the slots of a promotion, and removes what is in bad ones."""
         good = [slot for slot in job.slots if slot not in bad]
         self._own_counts.promoted_chunks += len(good)
@@ -241,7 +250,8 @@ class StorageReads:
         published = job.writes.publish(job.held, bad)
         if published:
             self._counts.promoted_tokens += len(published) * self._chunk_tokens
-            self._neighbors.note_promoted(self._tier_id, published)
+            assert use is not None, "chunks are read for a request"
+            self._neighbors.note_promoted(self._tier_id, dict.fromkeys(published, use))
         if bad:
             self._mark_lost(job.writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 

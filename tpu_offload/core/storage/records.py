@@ -8,7 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from tpu_offload.config import EvictionPolicyName
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.policies import Use
+from tpu_offload.core.storage.eviction import EvictionOrder, RecencyOrder, WrittenChunk, make_order
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
@@ -23,9 +26,9 @@ class StoredRecords:
       context: the scheduler's shared state.
       capacity: most records in the tier, those that are being written or deleted included.
       max_in_flight: most records on their way to and from it.
+      eviction: which of them it evicts first, if it is private and the model has full attention only.
 
     Attributes:
-      stored: least recently used first.
       writing: those that jobs in flight write.
       promoting: those that jobs in flight read.
       to_delete: those to be deleted, by later jobs.
@@ -33,7 +36,9 @@ class StoredRecords:
       is_shared: other engines use the tier too, so nothing is deleted.
     """
 
-    def __init__(self, context: TierContext, *, capacity: int, max_in_flight: int) -> None:
+    def __init__(
+        self, context: TierContext, *, capacity: int, max_in_flight: int, eviction: EvictionPolicyName
+    ) -> None:
         self._keys = context.keys
         self._num_windows = len(context.window_chunks)
         self._has_states = context.has_states
@@ -49,7 +54,7 @@ class StoredRecords:
             self._num_parts.append(context.config.records_per_state(context.layout))
         self.capacity = capacity
         self.max_in_flight = max_in_flight
-        self.stored: Keys = OrderedDict()
+        self._order: EvictionOrder = RecencyOrder() if self._has_pieces else make_order(eviction, capacity)
         self.writing: set[ChunkKey] = set()
         self.promoting: set[ChunkKey] = set()
         self.to_delete: Keys = OrderedDict()
@@ -109,13 +114,26 @@ class StoredRecords:
 
     # What is stored.
 
+    @property
+    def stored(self) -> dict[ChunkKey, None]:
+        """All stored records. Not to be changed."""
+        return self._order.stored
+
+    def share(self) -> None:
+        """Other engines use the tier, too."""
+        if not self.is_shared:
+            self.is_shared, before = True, self._order
+            self._order = RecencyOrder()
+            for name in before.stored:
+                self._order.add(name)
+
     def knows(self, name: ChunkKey) -> bool:
         """Whether it is stored, or being written."""
-        return name in self.stored or name in self.writing
+        return name in self._order.stored or name in self.writing
 
     def has(self, names: Sequence[ChunkKey]) -> bool:
         """Whether all of these are stored."""
-        stored = self.stored
+        stored = self._order.stored
         return all(map(stored.__contains__, names))
 
     def are_read(self, names: Iterable[ChunkKey]) -> bool:
@@ -124,16 +142,23 @@ class StoredRecords:
 
     def add(self, name: ChunkKey) -> None:
         """A record is stored; it counts as used last."""
-        self.stored[name] = None
+        self._order.add(name)
         if self._has_pieces and (end := self._end_of(name)) is not None:
             self._ends[end] = name
 
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks of full attention are stored, of each prefix the head first."""
+        self._order.add_written(chunks)
+
     def remove(self, name: ChunkKey) -> None:
         """A record is not stored any more, or never was."""
-        if name in self.stored:
-            del self.stored[name]
-            if self._has_pieces and (end := self._end_of(name)) is not None:
-                self._ends.pop(end, None)
+        if name in self._order.stored:
+            self._order.remove(name)
+            self._removed(name)
+
+    def _removed(self, name: ChunkKey) -> None:
+        if self._has_pieces and (end := self._end_of(name)) is not None:
+            self._ends.pop(end, None)
 
     def forget(self, name: ChunkKey) -> None:
         """As `remove`; every worker has to delete its shard, unless others may read it."""
@@ -141,26 +166,28 @@ class StoredRecords:
         if not self.is_shared:
             self.to_delete[name] = None
 
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """A request uses the chunks of this prefix that are stored. O(keys)."""
+        self._order.use(use, keys)
+
     def touch(self, names: Iterable[ChunkKey]) -> None:
-        """Stored ones of these were used, the last one last."""
-        for name in names:
-            if name in self.stored:
-                self.stored.move_to_end(name)
+        """Stored ones of these were read, the last one last."""
+        self._order.touch(names)
 
     def evict(self, num_records: int) -> int:
-        """Forgets so many least recently used records, fewer if the next one is being read; returns how many."""
-        num_evicted = 0
-        while num_evicted < num_records and self.stored:
-            name = next(iter(self.stored))
-            if name in self.promoting:  # those after it were used later, so most are in flight as well
-                break
-            self.forget(name)
-            num_evicted += 1
-        return num_evicted
+        """Forgets so many records, fewer if those being read are in the way, or none if negative; returns how many."""
+        if num_records <= 0 or not self._order.stored:
+            return 0
+        evicted = self._order.evict(num_records, self.promoting)
+        for name in evicted:
+            self._removed(name)
+        if not self.is_shared:
+            self.to_delete.update(dict.fromkeys(evicted))
+        return len(evicted)
 
     def clear(self) -> None:
         """Nothing is stored, and nothing has to be deleted."""
-        self.stored.clear()
+        self._order.clear()
         self.to_delete.clear()
         self._ends.clear()
 
@@ -177,7 +204,7 @@ class StoredRecords:
     @property
     def room(self) -> int:
         """Free capacity."""
-        return self.capacity - len(self.stored) - len(self.writing) - len(self.to_delete) - self.num_deleting
+        return self.capacity - len(self._order.stored) - len(self.writing) - len(self.to_delete) - self.num_deleting
 
     @property
     def room_in_flight(self) -> int:
@@ -196,6 +223,7 @@ class StoredRecords:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree. For tests."""
+        self._order.check_invariants()
         assert self.room >= 0, "storage holds more than it may"
         assert not self.writing & self.stored.keys()
         assert not (self.writing | self.stored.keys()) & self.to_delete.keys(), "what is stored would be deleted"

@@ -10,13 +10,14 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies import Use
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
@@ -75,20 +76,20 @@ class StorageStackPlanner:
 
     # Planning: see the methods of `StoragePlanner`.
 
-    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         for tier in self._tiers:
-            tier.observe(keys, first)
+            tier.observe(use, keys, first)
 
-    def finish(self, keys: Sequence[ChunkKey]) -> None:
+    def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended. O(keys)."""
         for tier in self._tiers:
-            tier.writes.finish(keys)
+            tier.writes.finish(use, keys)
 
-    def hit(self, keys: Sequence[ChunkKey]) -> None:
+    def hit(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
         for tier in self._tiers:
-            tier.writes.hit(keys)
+            tier.writes.hit(use, keys)
 
     def hit_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A request loads a checkpoint from the host tier."""
@@ -97,10 +98,10 @@ class StorageStackPlanner:
             for piece, slot in pieces:
                 tier.records.touch(tier.records.of_slot(piece, slot))
 
-    def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks were saved; each tier that is written then takes those that it admits."""
+    def offer(self, saved: Mapping[ChunkKey, Use]) -> None:
+        """Chunks were saved, for these uses; each tier that is written then takes those that it admits."""
         for tier in self._tiers:
-            tier.writes.offer(keys)
+            tier.writes.offer(saved)
 
     def note_stored(self, request: RequestState) -> None:
         """Notes in a request's use what storage has of its prompt, for eviction policies; for each match.
@@ -293,10 +294,10 @@ class StorageStackPlanner:
             total_s += seconds
         return first, total_s
 
-    def note_promoted(self, tier_id: int, keys: Sequence[ChunkKey]) -> None:
+    def note_promoted(self, tier_id: int, chunks: Mapping[ChunkKey, Use]) -> None:
         """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them."""
         for tier in self._tiers[:tier_id]:
-            tier.writes.offer(keys)
+            tier.writes.offer(chunks)
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether a chunk is resident, in any tier or on its way to one."""

@@ -12,16 +12,19 @@ Deletions, and the order to clear the tier, are jobs of their own.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
+from tpu_offload.core.storage.eviction import WrittenChunk
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import Keys, StoredRecords
+from tpu_offload.core.storage.write_batch import WriteBatch
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
@@ -31,6 +34,13 @@ _MAX_FINISHED = 64  # requests whose prefix is still being written
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
 _MAX_CLEAR_TIMEOUTS = 64  # of the job timeout
+
+
+class _Victim(NamedTuple):
+    """What the host tier has evicted: its slot, and of a chunk the one before it, see `PrefixTree.parent_in`."""
+
+    slot: int
+    parent: ChunkKey | None = None
 
 
 @final
@@ -65,11 +75,15 @@ class StorageWrites:
         self._has_checkpoints = bool(context.checkpoint_groups)
         self._writes = jobs.make_breaker("cascades to")
         self._deletions = jobs.make_breaker("deletions in", repeated=True)
-        self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
+        # Saved chunks to write, and the uses for which they were saved; oldest first.
+        self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
-        self._finished: deque[tuple[ChunkKey, Sequence[ChunkKey]]] = deque()  # see `finish`: last chunk, and all
+        self._written: dict[int, dict[ChunkKey, WrittenChunk]] = {}  # by job in flight; none with checkpoints
+        self._newest = Use(-1)  # of the last request observed
+        # See `finish`: last chunk, use, and all chunks.
+        self._finished: deque[tuple[ChunkKey, Use, Sequence[ChunkKey]]] = deque()
         self._checkpoints_first = False  # whose turn it is
-        self._victims: dict[ChunkKey, int] = {}  # evicted since the last plan, and their slots; tails first
+        self._victims: dict[ChunkKey, _Victim] = {}  # evicted since the last plan; tails first
         self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
         self._admission = AdmissionFilter(tier.admission, records.capacity)
         self._must_clear = self._is_clearing = False
@@ -77,27 +91,29 @@ class StorageWrites:
 
     # What may be written.
 
-    def observe(self, keys: Sequence[ChunkKey], first: int) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+        self._newest = use
         self._admission.observe(keys[first:])
-        self._offer_admitted(keys)
+        self._offer_admitted(use, keys)
 
-    def hit(self, keys: Sequence[ChunkKey]) -> None:
+    def hit(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
         self._admission.hit(keys)
-        self._offer_admitted(keys)
+        self._offer_admitted(use, keys)
 
-    def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Makes saved chunks candidates for a cascade, as far as admission accepts them."""
+    def offer(self, chunks: Mapping[ChunkKey, Use]) -> None:
+        """Makes chunks, saved for these uses, candidates for a cascade, as far as admission accepts them."""
         if self.demotes:
             return
-        new = [key for key in keys if not self._records.knows(key)]
+        new = [key for key in chunks if not self._records.knows(key)]
         admitted = [key for key in new if self._admission.admits(key)]
         self._counts.rejected_storage_chunks += len(new) - len(admitted)
-        self._candidates.update(dict.fromkeys(admitted))
+        for key in admitted:
+            self._candidates[key] = chunks[key]
         self._limit(self._candidates)
 
-    def finish(self, keys: Sequence[ChunkKey]) -> None:
+    def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended: it counts as used once the last chunk of it is written. O(keys).
 
         Long prefixes are written in batches, the head first, so that a restart finds what is there of them. Without
@@ -105,12 +121,11 @@ class StorageWrites:
         """
         last = next((key for key in reversed(keys) if self._is_underway(key)), None)
         if last is not None:
-            self._finished.append((last, keys))
+            self._finished.append((last, use, keys))
             if len(self._finished) <= _MAX_FINISHED:
                 return
-            _, keys = self._finished.popleft()
-        if self._records.stored:
-            self._records.touch(reversed(keys))
+            _, use, keys = self._finished.popleft()
+        self._records.use(use, keys)
 
     def _is_underway(self, key: ChunkKey) -> bool:
         return key in self._candidates or key in self._records.writing
@@ -129,18 +144,18 @@ class StorageWrites:
         """Another engine has stored this chunk."""
         self._candidates.pop(key, None)
 
-    def _limit(self, candidates: Keys) -> None:
+    def _limit(self, candidates: OrderedDict[ChunkKey, Any]) -> None:
         while len(candidates) > _MAX_CANDIDATES:
             candidates.popitem(last=False)
             self._counts.dropped_cascade_chunks += 1
 
-    def _offer_admitted(self, keys: Sequence[ChunkKey]) -> None:
+    def _offer_admitted(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
         if self.demotes or not self._admission.depends_on_uses:
             return
         state, admits = self._index.state, self._admission.admits
         admitted = [key for key in keys if admits(key) and state(key) is ChunkState.READY]
-        self.offer(admitted)
+        self.offer(dict.fromkeys(admitted, use))
         if self._has_checkpoints:
             for key in admitted:
                 checkpoint = self._index.checkpoints.get(key)
@@ -153,7 +168,7 @@ class StorageWrites:
             if self._records.knows(key):
                 continue
             if self._admission.admits(key):
-                self._victims[key] = slot
+                self._victims[key] = _Victim(slot, self._index.parent_in(slot))
             else:
                 self._counts.rejected_storage_chunks += 1
 
@@ -166,7 +181,7 @@ class StorageWrites:
         if len(new) > MAX_DEMOTIONS:  # a part of it would be of no use
             self._counts.dropped_demotion_chunks += len(new)
         else:
-            self._victims.update(new)
+            self._victims.update((piece, _Victim(slot)) for piece, slot in new)
 
     # Planning.
 
@@ -216,16 +231,19 @@ class StorageWrites:
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
         victims, self._victims = list(reversed(self._victims.items())), {}
-        batch = _Batch(self._records, max_slots=MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
-        for key, slot in victims:
+        batch = WriteBatch(self._records, max_slots=MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
+        use = self._newest.replace(is_request=False)
+        for key, (slot, parent) in victims:
             # Memory that is given away with this plan cannot be read any more.
             if not self._index.has_usable(slot) or not batch.add(key, slot):
                 self._counts.dropped_demotion_chunks += 1
+            elif parent is not None:
+                batch.chunks[key] = use, key, parent
         self._plan_writes(JobKind.DEMOTE, batch, now_s)
 
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
-        batch = _Batch(self._records, max_slots=MAX_CASCADES, room=self._room_to_write())
+        batch = WriteBatch(self._records, max_slots=MAX_CASCADES, room=self._room_to_write())
         # They take turns: under load there are always more chunks, and neither is of use without the other.
         if not self._checkpoints_first:
             self._add_chunks(batch)
@@ -239,16 +257,19 @@ class StorageWrites:
             self._drop_candidates()
         self._plan_writes(JobKind.CASCADE, batch, now_s)
 
-    def _add_chunks(self, batch: "_Batch") -> None:
+    def _add_chunks(self, batch: WriteBatch) -> None:
         while self._candidates and not batch.is_full:
-            key, _ = self._candidates.popitem(last=False)
+            key, use = self._candidates.popitem(last=False)
             found = self._index.find((key,))
             if found:  # one record, which no job writes: it fits
                 batch.add(key, found[0])
+                parent = self._index.parent_in(found[0])
+                if parent is not None:
+                    batch.chunks[key] = use, key, parent
             else:
                 self._counts.dropped_cascade_chunks += 1
 
-    def _add_checkpoints(self, batch: "_Batch") -> None:
+    def _add_checkpoints(self, batch: WriteBatch) -> None:
         while self._checkpoints and not batch.is_full:
             key = next(iter(self._checkpoints))
             checkpoint = self._index.checkpoints.get(key)
@@ -260,13 +281,14 @@ class StorageWrites:
                 self._counts.dropped_cascade_chunks += 1
             del self._checkpoints[key]
 
-    def _plan_writes(self, kind: JobKind, batch: "_Batch", now_s: float) -> None:
+    def _plan_writes(self, kind: JobKind, batch: WriteBatch, now_s: float) -> None:
         if batch.keys:
             for name in batch.names:
                 self._records.to_delete.pop(name, None)
                 self._records.remove(name)  # a part of a state that has lost others
             self._records.writing.update(batch.names)
-            self._jobs.plan(kind, batch.keys, batch.slots, self._writes, now_s=now_s)
+            job = self._jobs.plan(kind, batch.keys, batch.slots, self._writes, now_s=now_s)
+            self._written[job.job_id] = {} if self._has_checkpoints else batch.chunks
 
     def _drop_candidates(self) -> None:
         """No room will come for the candidates, and an idle engine must not retry forever."""
@@ -285,7 +307,7 @@ class StorageWrites:
         return room if self._writes.closed else min(room, self._records.max_per_slot)
 
     def _evict(self) -> None:
-        """Evicts least recently used records if the tier will have too little room for what is to be written.
+        """Evicts records if the tier will have too little room for what is to be written.
 
         Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
         """
@@ -329,10 +351,14 @@ class StorageWrites:
 
     def _end_write(self, job: Job, bad: frozenset[int]) -> None:
         """What every worker has written is stored; the rest is deleted again."""
-        records = self._records
+        records, chunks = self._records, self._written.pop(job.job_id)
+        written: list[WrittenChunk] = []
         for i, (key, slot) in reversed(list(enumerate(zip(job.keys, job.slots, strict=True)))):
             names = records.of_slot(key, slot)
             records.writing.difference_update(names)
+            if i not in bad and key in chunks:
+                written.append(chunks[key])
+                names = ()
             for name in reversed(names):  # the head last, so that tails are evicted first
                 if i in bad:
                     records.forget(name)
@@ -341,12 +367,14 @@ class StorageWrites:
             if i not in bad:
                 self._own_counts.cascaded_chunks += 1
                 self._counts.cascaded_nbytes += records.nbytes((slot,))
+        records.add_written(written[::-1])
         self._note_written()
 
     def _note_written(self) -> None:
         """The prefixes of requests count as used that are not being written any more."""
         while self._finished and not self._is_underway(self._finished[0][0]):
-            self._records.touch(reversed(self._finished.popleft()[1]))
+            _, use, keys = self._finished.popleft()
+            self._records.use(use, keys)
 
     def _end_deletion(self, job: Job, bad: frozenset[int]) -> None:
         """What could not be deleted is deleted again."""
@@ -385,47 +413,10 @@ class StorageWrites:
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: what was evicted from it cannot be written."""
-        self._victims = {key: slot for key, slot in self._victims.items() if not first <= slot < end}
+        self._victims = {key: victim for key, victim in self._victims.items() if not first <= victim.slot < end}
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the tables are bounded, and hold no chunk that is being written. For tests."""
         assert max(len(self._candidates), len(self._checkpoints)) <= _MAX_CANDIDATES
         assert len(self._finished) <= _MAX_FINISHED
         assert self._records.writing.isdisjoint(self._candidates), "a chunk would be written while it is being written"
-
-
-@final
-class _Batch:
-    """What one job writes.
-
-    Args:
-      records: the tier's.
-      max_slots: most slots.
-      room: most records.
-    """
-
-    def __init__(self, records: StoredRecords, *, max_slots: int, room: int) -> None:
-        self._records = records
-        self._num_slots_left, self._room = max_slots, room
-        self.keys: list[ChunkKey] = []
-        self.slots: list[int] = []
-        self.names: Keys = OrderedDict()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing more fits."""
-        return self._num_slots_left <= 0 or self._room <= 0
-
-    def add(self, key: ChunkKey, slot: int) -> bool:
-        """Adds what is in a slot, unless the tier has it already; False if it does not fit."""
-        names = self._records.of_slot(key, slot)
-        if names[0] in self.names or self._records.has(names):  # checkpoints share pieces
-            return True
-        if self._num_slots_left <= 0 or len(names) > self._room or any(map(self._records.writing.__contains__, names)):
-            return False
-        self._num_slots_left -= 1
-        self._room -= len(names)
-        self.keys.append(key)
-        self.slots.append(slot)
-        self.names.update(dict.fromkeys(names))
-        return True

@@ -1,0 +1,193 @@
+"""Which records of a storage tier are evicted first."""
+
+import hashlib
+import random
+
+import pytest
+
+from tpu_offload.core.index import NO_PARENT
+from tpu_offload.core.policies import POLICIES, LRUPolicy, PriorityPolicy, Use
+from tpu_offload.core.storage.eviction import PolicyOrder, RecencyOrder
+from tpu_offload.types import ChunkKey
+
+
+def prefix(*names):
+    """Chunks whose keys depend on all before them; each name is a chunk."""
+    keys = []
+    digest = b""
+    for name in names:
+        digest = hashlib.sha256(digest + str(name).encode()).digest()[:16]
+        keys.append(ChunkKey(digest))
+    return keys
+
+
+def written(use, keys):
+    return [(use, key, keys[i - 1] if i else NO_PARENT) for i, key in enumerate(keys)]
+
+
+def make(policy, capacity=100):
+    return PolicyOrder(PriorityPolicy(POLICIES[policy]), capacity)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefixes_are_evicted_from_their_tails(policy):
+    order = make(policy)
+    a, b = prefix(*"abcdefgh"), prefix(*"abcdxyz")
+    order.use(Use(0), a)
+    order.add_written(written(Use(0), a))
+    order.use(Use(1), b)
+    order.add_written(written(Use(1), b)[4:])
+    order.check_invariants()
+    evicted = []
+    while order.stored:
+        evicted += order.evict(1, ())
+        order.check_invariants()
+        for keys in (a, b):
+            left = [key in order.stored for key in keys]
+            assert left == sorted(left, reverse=True), "a chunk is left whose head is gone"
+    assert sorted(evicted) == sorted({*a, *b})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_being_read_is_kept_with_all_before_it(policy):
+    order = make(policy)
+    a = prefix(*range(8))
+    order.add_written(written(Use(0), a))
+    assert order.evict(8, {a[4]}) == a[:4:-1]
+    assert order.evict(8, {a[4]}) == []
+    order.check_invariants()
+    assert order.evict(8, ()) == a[4::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_head_that_is_written_after_its_tail_adopts_it(policy):
+    """Its write failed at first. Until it is stored, the rest may be evicted in any order; then from the tail."""
+    order = make(policy)
+    a = prefix(*range(6))
+    chunks = written(Use(0), a)
+    order.add_written(chunks[:2] + chunks[3:])
+    order.check_invariants()
+    order.add_written(chunks[2:3])
+    order.check_invariants()
+    assert order.evict(6, ()) == a[::-1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_restart_finds_goes_first_until_it_is_used(policy):
+    order = make(policy)
+    old, used, new = prefix(*"abcd"), prefix(*"efgh"), prefix(*"ijkl")
+    for key in [*used[::-1], *old]:
+        order.add(key)
+    order.add_written(written(Use(0), new))
+    order.use(Use(1), used)
+    order.check_invariants()
+    assert order.evict(2, ()) == old[:2], "in the order of the listing"
+    assert order.evict(1, {old[2]}), "the one that is being read is in the way of the others of the listing only"
+    assert set(order.stored) >= set(old[2:])
+    order.use(Use(2), old)
+    order.check_invariants()
+    while order.evict(1, ()):
+        order.check_invariants()
+        for keys in (used, new):
+            left = [key in order.stored for key in keys]
+            assert left == sorted(left, reverse=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lost_chunk_leaves_the_rest_and_may_be_written_again(policy):
+    order = make(policy)
+    a = prefix(*range(6))
+    order.add_written(written(Use(0), a))
+    order.remove(a[2])
+    order.check_invariants()
+    order.use(Use(1), a)
+    order.add_written(written(Use(1), a)[2:3])
+    order.check_invariants()
+    assert set(order.evict(6, ())) == set(a)
+
+
+def test_a_use_counts_once_and_what_other_tiers_have_does_not_matter():
+    class Told(LRUPolicy):  # type: ignore[misc]
+        told: list = []  # noqa: RUF012
+
+        def insert(self, use, keys, parent, depth):
+            self.told.append(("insert", use.use_id, use.num_in_hbm, use.num_in_storage, len(keys), parent))
+            super().insert(use, keys, parent, depth)
+
+        def touch(self, use, keys, num_chunks, residents):
+            self.told.append(("touch", use.use_id, use.num_in_hbm, use.num_in_storage, num_chunks))
+            super().touch(use, keys, num_chunks, residents)
+
+    order = PolicyOrder(Told(), 100)
+    a = prefix(*range(8))
+    use = Use(3, num_in_hbm=2, num_in_storage=4)
+    order.use(use, a)
+    order.add_written(written(use, a[:5]))
+    order.use(use, a)
+    order.add_written([(Use(4), prefix("x")[0], NO_PARENT), (Use(4), prefix("y")[0], NO_PARENT)])
+    assert Told.told == [
+        ("insert", 3, 0, 0, 5, None),
+        ("touch", 3, 0, 0, 5),  # chunks that are not stored are used by being written
+        ("insert", 4, 0, 0, 1, None),
+        ("insert", 4, 0, 0, 1, None),
+    ]
+
+
+def test_a_prompt_that_returns_outlives_many_that_do_not():
+    """As least recently used does not: between two uses, more new chunks are written than the tier holds."""
+
+    def num_hits(order, capacity=300):
+        ids, hits = iter(range(10**6)), 0
+        popular = [prefix(f"popular {i}", *range(20)) for i in range(6)]
+        for turn in range(300):
+            for keys in (popular[turn % 6], *(prefix(f"{turn} {i}", *range(20)) for i in range(4))):
+                use = Use(next(ids))
+                order.use(use, keys)
+                new = [chunk for chunk in written(use, keys) if chunk[1] not in order.stored]
+                hits += len(keys) - len(new)
+                order.evict(len(order.stored) + len(new) - capacity, ())
+                order.add_written([chunk for chunk in written(use, keys) if chunk[1] not in order.stored])
+        assert len(order.stored) <= capacity
+        return hits / (300 * 21)
+
+    assert num_hits(RecencyOrder()) == 0
+    assert num_hits(make("density", 300)) > 0.7
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_calls(policy, seed):
+    rng = random.Random(seed)
+    capacity = rng.choice((5, 40, 200))
+    order = make(policy, capacity)
+    use_id, keys_of = 0, {}
+    prompts = [prefix(rng.randrange(3), *(rng.randrange(2) for _ in range(rng.randrange(1, 12)))) for _ in range(30)]
+    for keys in prompts:
+        keys_of.update(dict.fromkeys(keys, keys))
+    for _ in range(400):
+        keys = rng.choice(prompts)
+        action = rng.randrange(20)
+        if action < 8:
+            use_id += 1
+            order.use(Use(use_id - rng.choice((0, 0, 0, min(use_id, 2))), rng.choice((0, 0, 0, 1))), keys)
+        elif action < 16:
+            use = Use(rng.randint(max(0, use_id - 3), use_id), rng.choice((0, 0, 0, -1)), is_request=rng.random() < 0.8)
+            new = [chunk for chunk in written(use, keys) if chunk[1] not in order.stored and rng.random() < 0.9]
+            new = new[: rng.randrange(1, 9)]
+            kept = set(rng.sample(sorted(order.stored), min(len(order.stored), rng.randrange(4))))
+            before = set(order.stored)
+            evicted = order.evict(len(order.stored) + len(new) - capacity, kept)
+            assert not kept.intersection(evicted)
+            assert before - set(evicted) == set(order.stored)
+            order.add_written(new[: capacity - len(order.stored)])
+        elif action < 17 and order.stored:
+            order.remove(rng.choice(sorted(order.stored)))
+        elif action < 18:
+            for key in keys:
+                if len(order.stored) < capacity:
+                    order.add(key)
+        elif action == 19 and rng.random() < 0.1:
+            order.clear()
+            assert not order.stored
+        assert len(order.stored) <= capacity
+        order.check_invariants()

@@ -1,0 +1,261 @@
+"""Which records of a storage tier are evicted first.
+
+Chunks of full attention in a private tier are ordered by an eviction policy, as in the host tier: it knows which chunk
+follows which, and is told of every request. What a tier has from before a restart belongs to no prompt that is known;
+until a request uses it, it is evicted first, the oldest before the others.
+
+Other records are evicted least recently used first: those of a model with windows or states, where a chunk is of use
+only with a checkpoint, and those of a tier that other engines share, where nothing is evicted but what is known of it.
+"""
+
+import abc
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from typing import final
+
+from tpu_offload.config import EvictionPolicyName
+from tpu_offload.core.chunk_table import Discarded
+from tpu_offload.core.index.chunk_states import ChunkStates
+from tpu_offload.core.index.eviction import Evictor
+from tpu_offload.core.index.prefix_tree import NO_PARENT, PrefixTree
+from tpu_offload.core.index.slots import SlotAllocator
+from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
+from tpu_offload.types import ChunkKey
+
+type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
+"""The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
+
+
+class EvictionOrder(abc.ABC):
+    """The stored records of one tier, in the order in which they are evicted.
+
+    Attributes:
+      stored: all of them. Not to be changed by others.
+    """
+
+    stored: dict[ChunkKey, None]
+
+    @abc.abstractmethod
+    def add(self, name: ChunkKey) -> None:
+        """A record is stored of which nothing else is known; of several the least recently used is added first."""
+
+    @abc.abstractmethod
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks were written, of each prefix the head first."""
+
+    @abc.abstractmethod
+    def remove(self, name: ChunkKey) -> None:
+        """A stored record is not stored any more."""
+
+    @abc.abstractmethod
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """A request uses this prefix; those that are not stored are skipped."""
+
+    @abc.abstractmethod
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """Records were read, the last one last."""
+
+    @abc.abstractmethod
+    def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
+        """Removes so many records, or fewer if `kept` are in the way; returns them, in order."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Nothing is stored."""
+
+    @abc.abstractmethod
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless it is consistent. For tests."""
+
+
+@final
+class RecencyOrder(EvictionOrder):
+    """Least recently used first. Of a prefix the head counts as used last, so that its tail is evicted before it."""
+
+    def __init__(self) -> None:
+        self.stored: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def add(self, name: ChunkKey) -> None:
+        """See the base class."""
+        self.stored[name] = None
+
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+        for _, key, _ in reversed(chunks):
+            self.stored[key] = None
+
+    def remove(self, name: ChunkKey) -> None:
+        """See the base class."""
+        del self.stored[name]
+
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """See the base class. O(keys)."""
+        if self.stored:
+            self.touch(reversed(keys))
+
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """See the base class."""
+        stored = self.stored
+        for name in names:
+            if name in stored:
+                stored.move_to_end(name)
+
+    def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
+        """See the base class. Stops at one that is kept: those after it were used later, so most are in flight too."""
+        evicted: list[ChunkKey] = []
+        while len(evicted) < num_records and self.stored:
+            name = next(iter(self.stored))
+            if name in kept:
+                break
+            del self.stored[name]
+            evicted.append(name)
+        return evicted
+
+    def clear(self) -> None:
+        """See the base class."""
+        self.stored.clear()
+
+    def check_invariants(self) -> None:
+        """See the base class."""
+
+
+@final
+class PolicyOrder(EvictionOrder):
+    """Chunks of full attention, ordered by an eviction policy.
+
+    Args:
+      policy: a new one.
+      capacity: most chunks.
+    """
+
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+        self.stored: dict[ChunkKey, None] = {}
+        self._policy = policy
+        self._tree = PrefixTree()
+        # The numbers of slots mean nothing here: a place in the columns of the tree.
+        self._slots = SlotAllocator()
+        self._slots.grow(capacity)
+        self._evictor = Evictor(
+            self._tree, ChunkStates(self._tree), self._slots, changes=None, on_evict=self._note_evicted
+        )
+        self._unplaced: OrderedDict[ChunkKey, None] = OrderedDict()  # of no known prompt, oldest first
+        self._evicted: list[ChunkKey] = []
+        self._discarded = Discarded()
+        policy.resize(capacity)
+
+    def add(self, name: ChunkKey) -> None:
+        """See the base class."""
+        if name not in self.stored:
+            self.stored[name] = self._unplaced[name] = None
+
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+        first = 0
+        while first < len(chunks):
+            use, key, parent = chunks[first]
+            keys = [key]
+            for next_use, next_key, before in chunks[first + 1 :]:
+                if next_use.use_id != use.use_id or before != keys[-1]:
+                    break
+                keys.append(next_key)
+            self.stored.update(dict.fromkeys(keys))
+            self._insert(use, keys, parent, 0)  # its depth is of use only where HBM has a part of the prompt
+            first += len(keys)
+
+    def _insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey, depth: int) -> None:
+        """Adds consecutive chunks of a prefix."""
+        if self._discarded:
+            self._discarded.free(4 * len(keys))
+        slots = self._slots.free.take(len(keys))
+        if (highest := max(slots)) >= len(self._tree.keys):
+            self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
+        before = parent if parent != NO_PARENT and parent in self._tree else None
+        if before is None and parent != NO_PARENT:
+            self._tree.insert_orphans(parent, keys, slots)
+        else:
+            self._tree.insert(before, keys, slots)
+        self._policy.insert(_of_tier(use), keys, before, depth)
+
+    def remove(self, name: ChunkKey) -> None:
+        """See the base class."""
+        del self.stored[name]
+        if name in self._unplaced:
+            del self._unplaced[name]
+        else:
+            slot, parent = self._tree.remove(name)
+            self._slots.release(slot)
+            self._policy.remove(name, parent)
+
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """See the base class. O(runs of the prefix), and O(keys) while chunks from before a restart are not placed."""
+        if self._unplaced:
+            self._place(use, keys)
+        end = len(keys)  # a chunk that was evicted, and that this request saves again, is used by that
+        while end and keys[end - 1] not in self.stored:
+            end -= 1
+        if end:
+            self._policy.touch(_of_tier(use), keys, end, self._evictor)
+
+    def _place(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """Places the chunks of a prefix that belonged to no known one."""
+        unplaced, first = self._unplaced, 0
+        while first < len(keys):
+            end = first
+            while end < len(keys) and keys[end] in unplaced:
+                del unplaced[keys[end]]
+                end += 1
+            if end > first:
+                self._insert(use, keys[first:end], keys[first - 1] if first else NO_PARENT, first)
+            first = end + 1
+
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """See the base class. The request that reads them has used its whole prompt."""
+
+    def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
+        """See the base class."""
+        evicted: list[ChunkKey] = []
+        while len(evicted) < num_records and self._unplaced:
+            name = next(iter(self._unplaced))
+            if name in kept:
+                break
+            del self._unplaced[name]
+            evicted.append(name)
+        if len(evicted) < num_records and len(self._tree):
+            self._evictor.protected = kept
+            self._policy.evict(num_records - len(evicted), self._evictor)
+            self._evictor.protected = ()
+            evicted += self._evicted
+            self._evicted = []
+        for name in evicted:
+            del self.stored[name]
+        return evicted
+
+    def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
+        self._evicted += keys
+
+    def clear(self) -> None:
+        """See the base class."""
+        self._unplaced = OrderedDict()
+        self.stored.clear()
+        self._slots.clear(set())
+        for container in (*self._tree.clear(set()), *self._policy.clear()):
+            self._discarded.add(container)
+
+    def check_invariants(self) -> None:
+        """See the base class."""
+        self._tree.check_invariants()
+        self._policy.check_invariants(self._tree.leaves(), self._evictor)
+        assert self.stored.keys() == {*self._tree.slot_of, *self._unplaced}
+        assert len(self.stored) == len(self._tree) + len(self._unplaced)
+
+
+def _of_tier(use: Use) -> Use:
+    """A use as this tier sees it, where it counts whatever other tiers have."""
+    return use.replace(num_in_hbm=0, num_in_storage=0) if use.num_in_hbm or use.num_in_storage else use
+
+
+def make_order(eviction: EvictionPolicyName, capacity: int) -> EvictionOrder:
+    """The order that a setting names, for a tier of so many chunks of full attention."""
+    if eviction is EvictionPolicyName.LRU:
+        return RecencyOrder()
+    return PolicyOrder(PriorityPolicy(POLICIES[eviction.value]), capacity)
