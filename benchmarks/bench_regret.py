@@ -9,7 +9,8 @@ deviation of the regrets of the seeds, all against the policy that is best on th
 Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front (`--hbm-share`), and blocks are saved
 when they are computed; `evicted` the same, and they are saved when HBM evicts them. With `--storage` there is a storage
 tier below, and the hits of both tiers count: one in storage, which has to be read, as a part of one in the host tier
-(`--storage-worth`; 1 counts all alike). Those of the host tier are shown apart.
+(`--storage-worth`; 1 counts all alike). Those of the host tier are shown apart. The storage tier evicts by the policy
+that is simulated, or by one that `--storage-policy` names for all.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import traffic
 from common import count, make_parser, print_table, write_json
 
-from tpu_offload.config import DEFAULT_EVICTION_POLICY, SaveEvent
+from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName, SaveEvent, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
@@ -93,12 +94,16 @@ def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tup
     hbm_result = simulate_hbm(trace, max(1, int(args.hbm_share * num_blocks))) if has_hbm else no_hbm(trace)
     split = int(args.learn * len(trace.requests))
     experiment = Experiment(trace, split=split, only_second=True, hbm_result=hbm_result)
-    storage = tuple(StorageSetup(num_chunks=max(1, round(share * num_blocks))) for share in args.storage)
-    cases = [
-        Case(policy, size, TierSetup(max(LEAST_CHUNKS, round(size * num_blocks)), save_on=save_on, storage=storage))
-        for size in args.sizes
-        for policy in POLICIES
-    ]
+    write_on = StorageWriteEvent(args.storage_write_on)
+
+    def setup_of(size: float, policy: str) -> TierSetup:
+        eviction = EvictionPolicyName(args.storage_policy or policy)
+        storage = [
+            StorageSetup(max(1, round(share * num_blocks)), write_on, eviction=eviction) for share in args.storage
+        ]
+        return TierSetup(max(LEAST_CHUNKS, round(size * num_blocks)), save_on=save_on, storage=tuple(storage))
+
+    cases = [Case(policy, size, setup_of(size, policy)) for size in args.sizes for policy in POLICIES]
     for i, result in run_all(experiment, cases, num_jobs=args.jobs):
         second = result.second
         num_hits = second.num_host_hits + sum(second.num_storage_hits)
@@ -155,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[STORAGE_WORTH],
         help="what a hit in storage counts, where one in the host tier counts 1; of several each has a table",
     )
+    parser.add_argument("--storage-policy", choices=POLICIES, help="of the storage tiers; default: the same")
+    events = [event.value for event in StorageWriteEvent]
+    parser.add_argument("--storage-write-on", choices=events, default=events[0], help="when storage is written")
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
     parser.add_argument("--learn", type=_share, default=0.3, help="share of the requests that do not count")

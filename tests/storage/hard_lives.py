@@ -243,7 +243,7 @@ class HardLife(Life):
         assert (stats.num_jobs_in_flight, stats.num_quarantined_chunks) == (0, 0), "a job has no end"
         self.check_storage()
         for worker in engine.workers:
-            assert worker.storage.keys() == planner.records.stored.keys(), "storage has what nobody knows"
+            assert worker.storage.keys() == set(planner.records.stored), "storage has what nobody knows"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_the_evicted_are_read_from_slots_that_the_same_step_writes():
     assert [key for key, _ in demoted(plan)] == engine.keys(A), "heads first"
     assert stored(engine) == []
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert stored(engine) == engine.keys(A)
+    assert set(stored(engine)) == set(engine.keys(A))
     engine.check_storage([A])
     stats = engine.scheduler.stats()
     assert (stats.cascaded_chunks, stats.dropped_demotion_chunks, stats.num_failed_jobs) == (4, 0, 0)
@@ -103,7 +103,7 @@ def test_those_nearest_to_their_heads_are_kept_if_there_are_too_many(monkeypatch
     engine = make()
     engine.fill(A)
     engine.fill(B)
-    assert stored(engine) == engine.keys(A)[:3]
+    assert set(stored(engine)) == set(engine.keys(A)[:3])
     assert engine.scheduler.stats().dropped_demotion_chunks == 1
     assert engine.match("a", A).state is MatchState.ARRIVING
 

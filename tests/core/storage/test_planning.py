@@ -96,9 +96,9 @@ def test_chunks_are_written_once_every_worker_has_saved_them():
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert stored(engine) == [], "the other worker has not written it"
     engine.apply(engine.workers[1], engine.workers[1].finish())
-    assert stored(engine) == [key for key, _ in job.chunks]
+    assert set(stored(engine)) == {key for key, _ in job.chunks}
     engine.rest()
-    assert stored(engine) == engine.keys(A)
+    assert set(stored(engine)) == set(engine.keys(A))
     engine.check_storage([A])
     stats = engine.scheduler.stats()
     assert (stats.num_stored_chunks, stats.cascaded_chunks, stats.num_failed_jobs) == (4, 4, 0)
@@ -382,7 +382,7 @@ def test_chunks_that_were_not_written_are_deleted_and_not_asked_for():
     keys = engine.keys(A)
     (job,) = plan.jobs
     assert [key for key, _ in job.chunks] == keys
-    assert stored(engine) == [keys[0], keys[3]]
+    assert set(stored(engine)) == {keys[0], keys[3]}
     assert engine.scheduler.stats().failed_storage_chunks == 2
     engine.fill(B)
     assert set(engine.workers[0].storage) == set(stored(engine)), "deleted with the next cascade"

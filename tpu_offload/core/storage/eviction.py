@@ -10,8 +10,8 @@ only with a checkpoint, and those of a tier that other engines share, where noth
 
 import abc
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
-from typing import final
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Protocol, final
 
 from tpu_offload.config import EvictionPolicyName
 from tpu_offload.core.chunk_table import Discarded
@@ -26,14 +26,24 @@ type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
 """The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
 
 
+class Names(Protocol):
+    """Names of records."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[ChunkKey]: ...
+
+    def __len__(self) -> int: ...
+
+
 class EvictionOrder(abc.ABC):
     """The stored records of one tier, in the order in which they are evicted.
 
     Attributes:
-      stored: all of them. Not to be changed by others.
+      stored: all of them, as they are at any time.
     """
 
-    stored: dict[ChunkKey, None]
+    stored: Names
 
     @abc.abstractmethod
     def add(self, name: ChunkKey) -> None:
@@ -73,47 +83,48 @@ class RecencyOrder(EvictionOrder):
     """Least recently used first. Of a prefix the head counts as used last, so that its tail is evicted before it."""
 
     def __init__(self) -> None:
-        self.stored: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._names: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.stored = self._names
 
     def add(self, name: ChunkKey) -> None:
         """See the base class."""
-        self.stored[name] = None
+        self._names[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
         for _, key, _ in reversed(chunks):
-            self.stored[key] = None
+            self._names[key] = None
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""
-        del self.stored[name]
+        del self._names[name]
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """See the base class. O(keys)."""
-        if self.stored:
+        if self._names:
             self.touch(reversed(keys))
 
     def touch(self, names: Iterable[ChunkKey]) -> None:
         """See the base class."""
-        stored = self.stored
+        own = self._names
         for name in names:
-            if name in stored:
-                stored.move_to_end(name)
+            if name in own:
+                own.move_to_end(name)
 
     def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
         """See the base class. Stops at one that is kept: those after it were used later, so most are in flight too."""
         evicted: list[ChunkKey] = []
-        while len(evicted) < num_records and self.stored:
-            name = next(iter(self.stored))
+        while len(evicted) < num_records and self._names:
+            name = next(iter(self._names))
             if name in kept:
                 break
-            del self.stored[name]
+            del self._names[name]
             evicted.append(name)
         return evicted
 
     def clear(self) -> None:
         """See the base class."""
-        self.stored.clear()
+        self._names.clear()
 
     def check_invariants(self) -> None:
         """See the base class."""
@@ -129,16 +140,16 @@ class PolicyOrder(EvictionOrder):
     """
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
-        self.stored: dict[ChunkKey, None] = {}
         self._policy = policy
         self._tree = PrefixTree()
+        self._unplaced: OrderedDict[ChunkKey, None] = OrderedDict()  # of no known prompt, oldest first
+        self.stored = _PlacedOrNot(self._tree, self._unplaced)
         # The numbers of slots mean nothing here: a place in the columns of the tree.
         self._slots = SlotAllocator()
         self._slots.grow(capacity)
         self._evictor = Evictor(
             self._tree, ChunkStates(self._tree), self._slots, changes=None, on_evict=self._note_evicted
         )
-        self._unplaced: OrderedDict[ChunkKey, None] = OrderedDict()  # of no known prompt, oldest first
         self._evicted: list[ChunkKey] = []
         self._discarded = Discarded()
         policy.resize(capacity)
@@ -146,7 +157,7 @@ class PolicyOrder(EvictionOrder):
     def add(self, name: ChunkKey) -> None:
         """See the base class."""
         if name not in self.stored:
-            self.stored[name] = self._unplaced[name] = None
+            self._unplaced[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
@@ -158,7 +169,6 @@ class PolicyOrder(EvictionOrder):
                 if next_use.use_id != use.use_id or before != keys[-1]:
                     break
                 keys.append(next_key)
-            self.stored.update(dict.fromkeys(keys))
             self._insert(use, keys, parent, 0)  # its depth is of use only where HBM has a part of the prompt
             first += len(keys)
 
@@ -178,7 +188,6 @@ class PolicyOrder(EvictionOrder):
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""
-        del self.stored[name]
         if name in self._unplaced:
             del self._unplaced[name]
         else:
@@ -226,8 +235,6 @@ class PolicyOrder(EvictionOrder):
             self._evictor.protected = ()
             evicted += self._evicted
             self._evicted = []
-        for name in evicted:
-            del self.stored[name]
         return evicted
 
     def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
@@ -235,8 +242,9 @@ class PolicyOrder(EvictionOrder):
 
     def clear(self) -> None:
         """See the base class."""
+        self._discarded.add(self._unplaced)
         self._unplaced = OrderedDict()
-        self.stored.clear()
+        self.stored = _PlacedOrNot(self._tree, self._unplaced)
         self._slots.clear(set())
         for container in (*self._tree.clear(set()), *self._policy.clear()):
             self._discarded.add(container)
@@ -245,13 +253,31 @@ class PolicyOrder(EvictionOrder):
         """See the base class."""
         self._tree.check_invariants()
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
-        assert self.stored.keys() == {*self._tree.slot_of, *self._unplaced}
-        assert len(self.stored) == len(self._tree) + len(self._unplaced)
+        assert len(set(self.stored)) == len(self.stored), "a chunk is placed and is not"
 
 
 def _of_tier(use: Use) -> Use:
     """A use as this tier sees it, where it counts whatever other tiers have."""
     return use.replace(num_in_hbm=0, num_in_storage=0) if use.num_in_hbm or use.num_in_storage else use
+
+
+@final
+class _PlacedOrNot:
+    """The chunks of a `PolicyOrder`."""
+
+    def __init__(self, tree: PrefixTree, unplaced: OrderedDict[ChunkKey, None]) -> None:
+        self._tree = tree
+        self._unplaced = unplaced
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tree.slot_of.parts[name[0]] or name in self._unplaced  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        yield from self._unplaced
+        yield from self._tree.slot_of
+
+    def __len__(self) -> int:
+        return len(self._tree) + len(self._unplaced)
 
 
 def make_order(eviction: EvictionPolicyName, capacity: int) -> EvictionOrder:

@@ -11,7 +11,7 @@ from typing import final
 from tpu_offload.config import EvictionPolicyName
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.policies import Use
-from tpu_offload.core.storage.eviction import EvictionOrder, RecencyOrder, WrittenChunk, make_order
+from tpu_offload.core.storage.eviction import EvictionOrder, Names, RecencyOrder, WrittenChunk, make_order
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
@@ -115,8 +115,8 @@ class StoredRecords:
     # What is stored.
 
     @property
-    def stored(self) -> dict[ChunkKey, None]:
-        """All stored records. Not to be changed."""
+    def stored(self) -> Names:
+        """All stored records, as they are at any time."""
         return self._order.stored
 
     def share(self) -> None:
@@ -225,7 +225,8 @@ class StoredRecords:
         """Raises AssertionError unless the sets agree. For tests."""
         self._order.check_invariants()
         assert self.room >= 0, "storage holds more than it may"
-        assert not self.writing & self.stored.keys()
-        assert not (self.writing | self.stored.keys()) & self.to_delete.keys(), "what is stored would be deleted"
-        assert all(self.stored.keys() >= {name} and self._end_of(name) == end for end, name in self._ends.items())
+        stored = set(self.stored)
+        assert not self.writing & stored
+        assert not (self.writing | stored) & self.to_delete.keys(), "what is stored would be deleted"
+        assert all(name in stored and self._end_of(name) == end for end, name in self._ends.items())
         assert len(self._ends) == sum(self._has_pieces and self._end_of(name) is not None for name in self.stored)
