@@ -10,7 +10,7 @@ Setups: `host` has the host tier alone; `hbm` has a prefix cache in HBM in front
 when they are computed; `evicted` the same, and they are saved when HBM evicts them. With `--storage` there is a storage
 tier below, and the hits of both tiers count: one in storage, which has to be read, as a part of one in the host tier
 (`--storage-worth`; 1 counts all alike). Those of the host tier are shown apart. The storage tier evicts by the policy
-that is simulated, or by one that `--storage-policy` names for all.
+that `--storage-policy` names; `same` is that of the host tier.
 
   python benchmarks/bench_regret.py --json regret.json
   python benchmarks/bench_regret.py --trace conversation_trace.jsonl --halves --kinds --setups host hbm
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import traffic
 from common import count, make_parser, print_table, write_json
 
-from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName, SaveEvent, StorageWriteEvent
+from tpu_offload.config import DEFAULT_EVICTION_POLICY, SaveEvent, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.sim import Trace, no_hbm, read_traces, simulate_hbm
@@ -44,6 +44,7 @@ SETUPS = {  # whether there is HBM in front, and when blocks are saved
 }
 DEFAULT = DEFAULT_EVICTION_POLICY.value
 LEAST_CHUNKS = 100
+SAME = "same"
 
 
 class Cell(NamedTuple):
@@ -97,7 +98,7 @@ def rates_of(trace: Trace, setup: str, args: argparse.Namespace) -> Iterator[tup
     write_on = StorageWriteEvent(args.storage_write_on)
 
     def setup_of(size: float, policy: str) -> TierSetup:
-        eviction = EvictionPolicyName(args.storage_policy or policy)
+        eviction = StorageEvictionPolicy(policy if args.storage_policy == SAME else args.storage_policy)
         storage = [
             StorageSetup(max(1, round(share * num_blocks)), write_on, eviction=eviction) for share in args.storage
         ]
@@ -160,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[STORAGE_WORTH],
         help="what a hit in storage counts, where one in the host tier counts 1; of several each has a table",
     )
-    parser.add_argument("--storage-policy", choices=POLICIES, help="of the storage tiers; default: the same")
+    policies = [policy.value for policy in StorageEvictionPolicy]
+    parser.add_argument("--storage-policy", choices=[*policies, SAME], default=policies[0], help="of the storage tiers")
     events = [event.value for event in StorageWriteEvent]
     parser.add_argument("--storage-write-on", choices=events, default=events[0], help="when storage is written")
     parser.add_argument("--seeds", type=count, default=3, help="seeds of each kind")

@@ -67,7 +67,7 @@ def test_with_pipeline_stages_a_size_in_gb_is_for_the_worker_that_stores_most():
         ({"num_storage_chunks": "20"}, r"NUM_STORAGE_CHUNKS='20' has 1 value\(s\).* expected 2, separated by ';'"),
         ({"storage_write_on": "save;save;save"}, r"STORAGE_WRITE_ON='save;save;save' .* expected one for all, or 2"),
         ({"storage_admission": "all;most"}, "STORAGE_ADMISSION='most': expected 'all', 'second_sighting' or"),
-        ({"storage_eviction_policy": "lru;fifo"}, "STORAGE_EVICTION_POLICY='fifo': expected 'density', 'lru', 'arc'"),
+        ({"storage_eviction_policy": "lru;fifo"}, "STORAGE_EVICTION_POLICY='fifo': expected 'auto', 'density', 'lru'"),
         ({"max_storage_gb_in_flight": "1;0"}, "MAX_STORAGE_GB_IN_FLIGHT='0': expected greater than 0"),
         ({"storage_gb": "1;2"}, r"NUM_STORAGE_CHUNKS=20;200 and .*STORAGE_GB=1\.0;2\.0 set the same size"),
         ({"num_storage_chunks": ""}, "STORAGE_TIER='file;valkey' needs a size; set TPU_OFFLOAD_STORAGE_GB, or"),

@@ -22,7 +22,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepReport,
 )
-from tpu_offload.config import EvictionPolicyName, SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
 from tpu_offload.hashing import key_namespace, last_block_hash
 from tpu_offload.sim import StorageSetup, TierSetup, no_hbm, replay, simulate_hbm
@@ -45,7 +45,7 @@ class Engine:
             num_storage_chunks=tuple(tier.num_chunks for tier in storage),
             storage_write_on=tuple(tier.write_on for tier in storage) or (StorageWriteEvent.SAVE,),
             storage_admission=tuple(tier.admission for tier in storage) or (StorageAdmission.ALL,),
-            storage_eviction_policy=tuple(tier.eviction for tier in storage) or (EvictionPolicyName.LRU,),
+            storage_eviction_policy=tuple(tier.eviction for tier in storage) or (StorageEvictionPolicy.LRU,),
         )
         self.scheduler = OffloadScheduler(config, LAYOUT, policy=policy)
         self.num_chunks = num_chunks
@@ -193,10 +193,12 @@ STACKS = {
     "all;second_sighting": [StorageSetup(50), StorageSetup(150, SAVE, SECOND_SIGHTING)],
     "after_hit;all": [StorageSetup(50, SAVE, AFTER_HIT), StorageSetup(150)],
     "three": [StorageSetup(20), StorageSetup(60, EVICTION, SECOND_SIGHTING), StorageSetup(200, SAVE, AFTER_HIT)],
-    "lru": [StorageSetup(50, eviction=EvictionPolicyName.LRU), StorageSetup(150, EVICTION)],
+    "auto of two": [StorageSetup(200), StorageSetup(1500)],
+    "density on save": [StorageSetup(60, eviction=StorageEvictionPolicy.DENSITY)],
+    "density;auto": [StorageSetup(25, EVICTION, eviction=StorageEvictionPolicy.DENSITY), StorageSetup(120)],
     **{
         policy.value: [StorageSetup(30, eviction=policy), StorageSetup(100, EVICTION, eviction=policy)]
-        for policy in (EvictionPolicyName.ARC, EvictionPolicyName.S3FIFO, EvictionPolicyName.WTINYLFU)
+        for policy in StorageEvictionPolicy
     },
 }
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 
 from tests.sim.traces import chats, make_trace, random_trace
-from tpu_offload.config import EvictionPolicyName, SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
 from tpu_offload.sim import StorageSetup, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
@@ -177,7 +177,7 @@ def test_a_small_storage_tier(chat_trace):
     """With writes on eviction it holds other chunks than the host tier, with writes on save mostly the same."""
     sums = {}
     for write_on in StorageWriteEvent:
-        setup = TierSetup(60, storage=(StorageSetup(60, write_on, eviction=EvictionPolicyName.LRU),))
+        setup = TierSetup(60, storage=(StorageSetup(60, write_on, eviction=StorageEvictionPolicy.LRU),))
         sums[write_on] = sum(storage_hits(replay(chat_trace, LRUPolicy(), setup)))
     assert sums[StorageWriteEvent.HOST_EVICTION] > 2 * sums[StorageWriteEvent.SAVE]
 

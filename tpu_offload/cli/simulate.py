@@ -16,9 +16,9 @@ from tpu_offload.cli.files import check_outputs, output_file, write_file, write_
 from tpu_offload.cli.html.flag import check_html, html_flag
 from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag, stack_flag
-from tpu_offload.config import EvictionPolicyName, SaveEvent, StorageAdmission, StorageWriteEvent
+from tpu_offload.config import SaveEvent, StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.config.storage_tiers import SEPARATOR
-from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, find_policy
+from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
     BOUND,
@@ -40,6 +40,7 @@ _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
 _WRITE_EVENTS = [event.value for event in StorageWriteEvent]
 _ADMISSIONS = [admission.value for admission in StorageAdmission]
+_STORAGE_POLICIES = [policy.value for policy in StorageEvictionPolicy]
 _NUM_CORES = os.cpu_count() or 1
 
 
@@ -162,9 +163,9 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 )
 @option(
     "--storage-eviction-policy",
-    _per_tier(tuple(POLICIES)),
+    _per_tier(_STORAGE_POLICIES),
     "NAME[;NAME]",
-    f"which chunks it evicts: {', '.join(POLICIES)}; likewise ({DEFAULT_POLICY})",
+    f"which chunks it evicts: {', '.join(_STORAGE_POLICIES)}; likewise ({_STORAGE_POLICIES[0]})",
 )
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
@@ -207,7 +208,7 @@ def command(argv: list[str], /, **flags: Any) -> int:
         "save_after_sightings": options.save_after_sightings,
         "storage_write_on": options.storage_write_on or _WRITE_EVENTS[:1],
         "storage_admission": options.storage_admission or _ADMISSIONS[:1],
-        "storage_eviction_policy": options.storage_eviction_policy or (DEFAULT_POLICY,),
+        "storage_eviction_policy": options.storage_eviction_policy or _STORAGE_POLICIES[:1],
         "argv": argv,
     }
     if options.json is not None:
@@ -292,11 +293,11 @@ def _stack(options: _Options, sizes: Sequence[int]) -> tuple[StorageSetup, ...]:
     given = (
         options.storage_write_on or _WRITE_EVENTS[:1],
         options.storage_admission or _ADMISSIONS[:1],
-        options.storage_eviction_policy or (DEFAULT_POLICY,),
+        options.storage_eviction_policy or _STORAGE_POLICIES[:1],
     )
     columns = [words * len(sizes) if len(words) == 1 else words for words in given]
     return tuple(
-        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission), EvictionPolicyName(policy))
+        StorageSetup(size, StorageWriteEvent(event), StorageAdmission(admission), StorageEvictionPolicy(policy))
         for size, event, admission, policy in zip(sizes, *columns, strict=True)
     )
 

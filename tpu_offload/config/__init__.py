@@ -8,6 +8,7 @@ from tpu_offload.config.choices import (
     SaveEvent,
     StorageAdmission,
     StorageCopyPath,
+    StorageEvictionPolicy,
     StorageWriteEvent,
     SwapMode,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "SaveEvent",
     "StorageAdmission",
     "StorageCopyPath",
+    "StorageEvictionPolicy",
     "StorageTierConfig",
     "StorageWriteEvent",
     "SwapMode",

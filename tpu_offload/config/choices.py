@@ -79,3 +79,14 @@ class EvictionPolicyName(enum.Enum):
 
 
 DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
+
+
+class StorageEvictionPolicy(enum.Enum):
+    """Which chunk a full storage tier evicts (see `tpu_offload.core.storage.eviction`)."""
+
+    AUTO = "auto"  # density in a tier that is much larger than what is above it, else the least recently used
+    DENSITY = "density"
+    LRU = "lru"
+    ARC = "arc"
+    S3FIFO = "s3fifo"
+    WTINYLFU = "wtinylfu"

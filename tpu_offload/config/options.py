@@ -23,6 +23,7 @@ from tpu_offload.config.choices import (
     SaveEvent,
     StorageAdmission,
     StorageCopyPath,
+    StorageEvictionPolicy,
     StorageWriteEvent,
     SwapMode,
 )
@@ -255,10 +256,12 @@ class OffloadConfig(pydantic.BaseModel):
         "(`second_sighting`), or those that a request loaded from the host tier (`after_hit`). Most chunks are never "
         "used again. A single value applies to each tier.",
     )
-    storage_eviction_policy: tuple[EvictionPolicyName, ...] = Field(
-        (DEFAULT_EVICTION_POLICY,),
-        description="Which chunks a full storage tier evicts. Tiers of a model with windows or states, and those that "
-        "other engines share, are `lru` whatever this says. A single value applies to each tier.",
+    storage_eviction_policy: tuple[StorageEvictionPolicy, ...] = Field(
+        (StorageEvictionPolicy.AUTO,),
+        description="Which chunks a full storage tier evicts. `auto` is `density` where the tier holds five times as "
+        "many as the host tier and nearer tiers together and is written on `save`, else `lru`. Tiers of a model with "
+        "windows or states, and those that other engines share, are `lru` whatever this says. A single value applies "
+        "to each tier.",
     )
     storage_copy_path: StorageCopyPath = Field(
         StorageCopyPath.AUTO,

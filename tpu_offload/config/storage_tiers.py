@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, final
 from urllib.parse import parse_qsl, urlsplit
 
-from tpu_offload.config.choices import EvictionPolicyName, StorageAdmission, StorageWriteEvent
+from tpu_offload.config.choices import StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.config.environment import env_name
 from tpu_offload.config.registered_tiers import STORAGE_TIERS, tier_of_scheme
 from tpu_offload.errors import ConfigError
@@ -51,7 +51,7 @@ class StorageTierConfig:
     size_gb: float | None
     write_on: StorageWriteEvent
     admission: StorageAdmission
-    eviction_policy: EvictionPolicyName
+    eviction_policy: StorageEvictionPolicy
     max_gb_in_flight: float
 
     @property
@@ -114,7 +114,7 @@ def make_storage_tiers(
     sizes_gb: Sequence[float],
     write_on: Sequence[StorageWriteEvent],
     admission: Sequence[StorageAdmission],
-    eviction_policy: Sequence[EvictionPolicyName],
+    eviction_policy: Sequence[StorageEvictionPolicy],
     max_gb_in_flight: Sequence[float],
 ) -> tuple[StorageTierConfig, ...]:
     """The tiers, from the values of their settings; none without names.

@@ -107,7 +107,11 @@ class _Replay:
     def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
         parents = _parents(trace) if setup.storage else {}
-        self._storage = [StorageTier(tier, num_blocks=trace.num_blocks, parents=parents) for tier in setup.storage]
+        above = itertools.accumulate((tier.num_chunks for tier in setup.storage), initial=setup.num_chunks)
+        self._storage = [
+            StorageTier(tier, num_blocks=trace.num_blocks, num_above=num_above, parents=parents)
+            for tier, num_above in zip(setup.storage, above, strict=False)
+        ]
         self._demotes = any(tier.demotes for tier in self._storage)
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         # Of half of the host tier an equal share is for the promotions of each tier.

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
-from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName, StorageAdmission, StorageWriteEvent
+from tpu_offload.config import StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
@@ -34,7 +34,7 @@ class StorageSetup:
     num_chunks: int
     write_on: StorageWriteEvent = StorageWriteEvent.SAVE
     admission: StorageAdmission = StorageAdmission.ALL
-    eviction: EvictionPolicyName = DEFAULT_EVICTION_POLICY
+    eviction: StorageEvictionPolicy = StorageEvictionPolicy.AUTO
 
 
 @final
@@ -44,6 +44,7 @@ class StorageTier:
     Args:
       setup: its settings.
       num_blocks: prompt blocks of the trace.
+      num_above: chunks that the host tier and the nearer tiers have room for.
       parents: for each chunk the one before it in its prefix, if there is one.
 
     Attributes:
@@ -52,16 +53,18 @@ class StorageTier:
       num_dropped: chunks that the host tier evicted and for which there was no room.
     """
 
-    def __init__(self, setup: StorageSetup, *, num_blocks: int, parents: Mapping[ChunkKey, ChunkKey]) -> None:
+    def __init__(
+        self, setup: StorageSetup, *, num_blocks: int, num_above: int, parents: Mapping[ChunkKey, ChunkKey]
+    ) -> None:
         # The sketch of admission is sized by the occurrences of blocks, not by unique ones.
         self._capacity = min(setup.num_chunks, num_blocks)
         self._admission = AdmissionFilter(setup.admission, self._capacity)
-        self._order = make_order(setup.eviction, self._capacity)
+        self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
+        self._order = make_order(setup.eviction, capacity=setup.num_chunks, num_above=num_above, demotes=self.demotes)
         self._parents = parents
         self._newest = Use(-1)
         self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()  # to write, and who saved them; oldest first
         self._reading: frozenset[ChunkKey] = frozenset()
-        self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
         self.num_written = self.num_evicted = self.num_dropped = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
@@ -121,7 +124,7 @@ class StorageTier:
         batch = victims[::-1][: min(MAX_DEMOTIONS, self._room)]
         self.num_dropped += len(victims) - len(batch)
         self._evict(kept_free - self._room)
-        use = self._newest.replace(is_request=False)
+        use = self._newest.replace(is_request=False, priority=0)
         self._add([(use, key) for key in batch])
         self._evict(kept_free - self._room)
 

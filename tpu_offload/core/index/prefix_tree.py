@@ -284,5 +284,14 @@ class PrefixTree:
     def _adopt_orphans(self, key: ChunkKey, slot: int) -> None:
         for child in sorted(self.orphans.pop(key, ())):
             del self._lost_parents[child]
-            self.parents[child] = slot
-            self._add_child(slot, child)
+            if self._comes_before(child, slot):  # only if hashes are not chained: neither could ever be evicted
+                self.parents[child] = NO_CHUNK
+            else:
+                self.parents[child] = slot
+                self._add_child(slot, child)
+
+    def _comes_before(self, slot: int, later: int) -> bool:
+        """Whether the chunk in a slot is in the prefix of another. O(length of the prefix)."""
+        while later >= 0 and later != slot:
+            later = self.parents[later]
+        return later == slot

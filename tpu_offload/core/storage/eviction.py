@@ -1,19 +1,20 @@
 """Which records of a storage tier are evicted first.
 
-Chunks of full attention in a private tier are ordered by an eviction policy, as in the host tier: it knows which chunk
-follows which, and is told of every request. What a tier has from before a restart belongs to no prompt that is known;
-until a request uses it, it is evicted first, the oldest before the others.
+Chunks of full attention in a private tier may be ordered by an eviction policy, as in the host tier: it knows which
+chunk follows which, and is told of every request. What a tier has from before a restart belongs to no prompt that is
+known; until a request uses it, it is evicted first, the oldest before the others.
 
 Other records are evicted least recently used first: those of a model with windows or states, where a chunk is of use
 only with a checkpoint, and those of a tier that other engines share, where nothing is evicted but what is known of it.
 """
 
 import abc
+import itertools
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
-from tpu_offload.config import EvictionPolicyName
+from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.eviction import Evictor
@@ -21,6 +22,14 @@ from tpu_offload.core.index.prefix_tree import NO_PARENT, PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator
 from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
 from tpu_offload.types import ChunkKey
+
+AUTO_RATIO = 5
+"""From which ratio of a tier to what is above it on density is never worse (docs/tiers.md has the measurements).
+
+In a smaller tier it would keep what the host tier, by the same policy, keeps as well.
+"""
+
+_MAX_FREED = 4096  # entries, in a step: 1 ms
 
 type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
 """The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
@@ -72,6 +81,10 @@ class EvictionOrder(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Nothing is stored."""
+
+    @abc.abstractmethod
+    def tidy(self) -> None:
+        """Frees some of the memory that `clear` has left, for a millisecond; called in every step."""
 
     @abc.abstractmethod
     def check_invariants(self) -> None:
@@ -126,6 +139,9 @@ class RecencyOrder(EvictionOrder):
         """See the base class."""
         self._names.clear()
 
+    def tidy(self) -> None:
+        """See the base class."""
+
     def check_invariants(self) -> None:
         """See the base class."""
 
@@ -174,8 +190,6 @@ class PolicyOrder(EvictionOrder):
 
     def _insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey, depth: int) -> None:
         """Adds consecutive chunks of a prefix."""
-        if self._discarded:
-            self._discarded.free(4 * len(keys))
         slots = self._slots.free.take(len(keys))
         if (highest := max(slots)) >= len(self._tree.keys):
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
@@ -197,8 +211,10 @@ class PolicyOrder(EvictionOrder):
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """See the base class. O(runs of the prefix), and O(keys) while chunks from before a restart are not placed."""
-        if self._unplaced:
+        if self._unplaced and not self._unplaced.keys().isdisjoint(keys):
             self._place(use, keys)
+        if not len(self._tree):
+            return
         end = len(keys)  # a chunk that was evicted, and that this request saves again, is used by that
         while end and keys[end - 1] not in self.stored:
             end -= 1
@@ -222,13 +238,10 @@ class PolicyOrder(EvictionOrder):
 
     def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
         """See the base class."""
-        evicted: list[ChunkKey] = []
-        while len(evicted) < num_records and self._unplaced:
-            name = next(iter(self._unplaced))
-            if name in kept:
-                break
+        unplaced = (name for name in self._unplaced if name not in kept)
+        evicted = list(itertools.islice(unplaced, max(0, num_records)))
+        for name in evicted:
             del self._unplaced[name]
-            evicted.append(name)
         if len(evicted) < num_records and len(self._tree):
             self._evictor.protected = kept
             self._policy.evict(num_records - len(evicted), self._evictor)
@@ -242,12 +255,17 @@ class PolicyOrder(EvictionOrder):
 
     def clear(self) -> None:
         """See the base class."""
-        self._discarded.add(self._unplaced)
-        self._unplaced = OrderedDict()
+        unplaced, self._unplaced = self._unplaced, OrderedDict()
         self.stored = _PlacedOrNot(self._tree, self._unplaced)
         self._slots.clear(set())
-        for container in (*self._tree.clear(set()), *self._policy.clear()):
-            self._discarded.add(container)
+        for container in (unplaced, *self._tree.clear(set()), *self._policy.clear()):
+            if container:
+                self._discarded.add(container)
+
+    def tidy(self) -> None:
+        """See the base class."""
+        if self._discarded:
+            self._discarded.free(_MAX_FREED)
 
     def check_invariants(self) -> None:
         """See the base class."""
@@ -280,8 +298,18 @@ class _PlacedOrNot:
         return len(self._tree) + len(self._unplaced)
 
 
-def make_order(eviction: EvictionPolicyName, capacity: int) -> EvictionOrder:
-    """The order that a setting names, for a tier of so many chunks of full attention."""
-    if eviction is EvictionPolicyName.LRU:
+def make_order(setting: StorageEvictionPolicy, *, capacity: int, num_above: int, demotes: bool) -> EvictionOrder:
+    """The order for a private tier of chunks of full attention.
+
+    Args:
+      setting: the policy.
+      capacity: most chunks.
+      num_above: the most chunks in the host tier and the nearer tiers.
+      demotes: whether chunks are written when the host tier evicts them.
+    """
+    if setting is StorageEvictionPolicy.AUTO:
+        learns = capacity >= AUTO_RATIO * num_above and not demotes
+        setting = StorageEvictionPolicy.DENSITY if learns else StorageEvictionPolicy.LRU
+    if setting is StorageEvictionPolicy.LRU:
         return RecencyOrder()
-    return PolicyOrder(PriorityPolicy(POLICIES[eviction.value]), capacity)
+    return PolicyOrder(PriorityPolicy(POLICIES[setting.value]), capacity)

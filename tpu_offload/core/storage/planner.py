@@ -43,6 +43,7 @@ class StoragePlanner:
       context: the scheduler's shared state.
       tier: the settings of the tier.
       num_chunks: its capacity, in records.
+      num_above: the most chunks in the host tier and the nearer tiers.
       num_tiers: how many there are.
       num_workers: workers that report each step.
       mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
@@ -61,6 +62,7 @@ class StoragePlanner:
         tier: StorageTierConfig,
         *,
         num_chunks: int,
+        num_above: int,
         num_tiers: int,
         num_workers: int,
         mark_lost: Callable[[Sequence[ChunkKey]], None],
@@ -72,7 +74,7 @@ class StoragePlanner:
         self._index = context.index
         max_in_flight = tier.max_chunks_in_flight(context.layout, blocks_per_chunk=context.blocks_per_chunk)
         self.records = records = StoredRecords(
-            context, capacity=num_chunks, max_in_flight=max_in_flight, eviction=tier.eviction_policy
+            context, tier, capacity=num_chunks, max_in_flight=max_in_flight, num_above=num_above
         )
         self._jobs = jobs = TierJobs(context, tier, records)
         self.writes = StorageWrites(context, tier, records=records, jobs=jobs, own_counts=self._own_counts)
@@ -98,7 +100,8 @@ class StoragePlanner:
 
     def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
-        self.records.use(use, keys)
+        if not first:  # the request counts once, and what it computes when it is written
+            self.records.use(use, keys)
         self.writes.observe(use, keys, first)
 
     @property
@@ -132,6 +135,7 @@ class StoragePlanner:
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions, the cascade or demotion, and the lookup of the coming step."""
+        self.records.tidy()
         if not self.writes.must_clear:
             self._lookups.plan(now_s)
         self.writes.plan(now_s)

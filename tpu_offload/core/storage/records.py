@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tpu_offload.config import EvictionPolicyName
+from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.eviction import EvictionOrder, Names, RecencyOrder, WrittenChunk, make_order
@@ -26,7 +26,8 @@ class StoredRecords:
       context: the scheduler's shared state.
       capacity: most records in the tier, those that are being written or deleted included.
       max_in_flight: most records on their way to and from it.
-      eviction: which of them it evicts first, if it is private and the model has full attention only.
+      tier: the settings of the tier.
+      num_above: the most chunks in the host tier and the nearer tiers.
 
     Attributes:
       writing: those that jobs in flight write.
@@ -37,7 +38,7 @@ class StoredRecords:
     """
 
     def __init__(
-        self, context: TierContext, *, capacity: int, max_in_flight: int, eviction: EvictionPolicyName
+        self, context: TierContext, tier: StorageTierConfig, *, capacity: int, max_in_flight: int, num_above: int
     ) -> None:
         self._keys = context.keys
         self._num_windows = len(context.window_chunks)
@@ -54,7 +55,10 @@ class StoredRecords:
             self._num_parts.append(context.config.records_per_state(context.layout))
         self.capacity = capacity
         self.max_in_flight = max_in_flight
-        self._order: EvictionOrder = RecencyOrder() if self._has_pieces else make_order(eviction, capacity)
+        self._order: EvictionOrder = RecencyOrder()
+        if not self._has_pieces:
+            demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
+            self._order = make_order(tier.eviction_policy, capacity=capacity, num_above=num_above, demotes=demotes)
         self.writing: set[ChunkKey] = set()
         self.promoting: set[ChunkKey] = set()
         self.to_delete: Keys = OrderedDict()
@@ -190,6 +194,10 @@ class StoredRecords:
         self._order.clear()
         self.to_delete.clear()
         self._ends.clear()
+
+    def tidy(self) -> None:
+        """Goes on with what `clear` has left; called in every step."""
+        self._order.tidy()
 
     @property
     def max_per_slot(self) -> int:

@@ -10,6 +10,7 @@ has come from a far tier is offered to the nearer ones, as if it had been saved.
 Of several shared tiers only the nearest is asked what other engines have stored.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -42,17 +43,19 @@ class StorageStackPlanner:
         self, context: TierContext, *, num_workers: int, mark_lost: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
         sizes = context.config.storage_chunks(context.layout)
+        above = itertools.accumulate(sizes, initial=context.config.host_chunks(context.layout) if sizes else 0)
         self._tiers = tuple(
             StoragePlanner(
                 context,
                 tier,
                 num_chunks=num_chunks,
+                num_above=num_above,
                 num_tiers=len(sizes),
                 num_workers=num_workers,
                 mark_lost=mark_lost,
                 neighbors=self,
             )
-            for tier, num_chunks in zip(context.config.storage_tiers, sizes, strict=True)
+            for tier, num_chunks, num_above in zip(context.config.storage_tiers, sizes, above, strict=False)
         )
         self._clock = context.clock
         self._wait_s = context.config.storage_wait_s

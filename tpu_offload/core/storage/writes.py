@@ -232,7 +232,7 @@ class StorageWrites:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
         victims, self._victims = list(reversed(self._victims.items())), {}
         batch = WriteBatch(self._records, max_slots=MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
-        use = self._newest.replace(is_request=False)
+        use = self._newest.replace(is_request=False, priority=0)  # that of the evicted is not known here
         for key, (slot, parent) in victims:
             # Memory that is given away with this plan cannot be read any more.
             if not self._index.has_usable(slot) or not batch.add(key, slot):
@@ -295,6 +295,7 @@ class StorageWrites:
         self._counts.dropped_cascade_chunks += len(self._candidates) + len(self._checkpoints)
         self._candidates.clear()
         self._checkpoints.clear()
+        self._note_written()
 
     @property
     def _is_full(self) -> bool:
