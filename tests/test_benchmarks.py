@@ -150,6 +150,19 @@ def test_policies_in_steady_state(run):
     assert "bytes/chunk" in out
 
 
+def test_storage_eviction(run, main, monkeypatch):
+    main("bench_storage_eviction")
+    traffic = sys.modules["traffic"]
+    monkeypatch.setattr(traffic, "lines", lambda kind, seed, lines=traffic.lines: islice(lines(kind, seed=seed), 500))
+    out, report = run("bench_storage_eviction", "--kinds documents --sizes 0.05:0.3 --policies lru density auto")
+    (row,) = report["results"]
+    assert row["density"] == row["auto"] != row["lru"]
+    assert "Hit rate of all tiers" in out
+    out, report = run("bench_storage_eviction", "--cost --num-chunks 200 --prompt-chunks 5")
+    assert [row["policy"] for row in report["results"]] == ["lru", "density"]
+    assert all(row["us_per_chunk"] > row["evict_us_per_chunk"] > 0 for row in report["results"])
+
+
 def test_regret(run, main, monkeypatch, tmp_path):
     main("bench_regret")
     traffic = sys.modules["traffic"]

@@ -793,6 +793,30 @@ def test_close_ends_threads_and_tier():
     assert disk.num_closed == 1, "a second call does nothing"
 
 
+def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch):
+    """As by Ctrl-C while it waits for a thread, after the storage tier was closed."""
+    before = io_threads()
+    engine = StorageEngine(tier=NAME)
+    engine.fill([0])
+    disk, own_threads = engine.disk, io_threads() - before
+    closes = []
+
+    def close(own, real=tier_pools.TierPools.close):
+        closes.append(own)
+        if len(closes) == 1:
+            raise KeyboardInterrupt
+        real(own)
+
+    monkeypatch.setattr(tier_pools.TierPools, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        engine.worker.close()
+    engine.worker.close()
+    engine.worker.close()
+    assert len(closes) == 2, "the pool is freed by the second call, and the third does nothing"
+    assert disk.num_closed == 1
+    assert not own_threads & io_threads()
+
+
 @pytest.mark.parametrize("failing", [set(), {"close"}])
 def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch):
     monkeypatch.setattr(storage_stack, "_CLOSE_S", 0.05)

@@ -504,8 +504,8 @@ class OffloadWorker:
             num_left = sum(not is_ready(array) for array in waiting_on)
             _logger.error("closing with %d copies still in flight after %g s", num_left, timeout_s)
         self._jobs.clear()
-        self._is_closed = True  # not before: a wait that was interrupted can be repeated
         self._close_copies()
+        self._is_closed = True  # not before: what was interrupted can be repeated
 
     # Inside.
 

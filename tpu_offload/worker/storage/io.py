@@ -80,6 +80,7 @@ class StorageCopies:
         self._num_in_io = 0  # items submitted to I/O threads and not yet collected
         self._num_records = 0  # in flight: each holds its part of a payload or a buffer
         self._landing: list[tuple[StorageItem, list[jax.Array]]] = []  # items that are written into slots, and tokens
+        self._has_closed = False
         self._closing: threading.Thread | None = None
 
     @property
@@ -168,7 +169,12 @@ class StorageCopies:
             threads.stop()
 
     def close(self, until_s: float) -> None:
-        """Ends the threads and begins to close the tier, unless it still hangs at `until_s`, in `time.monotonic`."""
+        """Ends the threads and begins to close the tier, unless it still hangs at `until_s`, in `time.monotonic`.
+
+        Calls after that do nothing.
+        """
+        if self._has_closed:
+            return
         self.stop()
         have_ended = [threads.join(until_s) for threads in self._threads()]
         if not all(have_ended):
@@ -177,6 +183,7 @@ class StorageCopies:
                 self._label,
             )
             return
+        self._has_closed = True
         args = self._io.tier, self._label
         closing = threading.Thread(target=close_tier, args=args, name="tpu_offload-storage-close", daemon=True)
         try:
