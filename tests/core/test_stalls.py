@@ -23,7 +23,7 @@ from tpu_offload.core.engine_api import TierEventKind
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.index.chunk_index import MAX_FREED, MAX_REMOVED
 from tpu_offload.core.index.slots import FreeSlots, without
-from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
+from tpu_offload.core.policies import POLICIES, DensityPolicy, LRUPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
 from tpu_offload.core.saving import MAX_CHUNKS_PER_PLAN as MAX_SAVED
@@ -415,6 +415,20 @@ def test_discarded_containers_of_all_kinds_are_freed_incrementally() -> None:
         assert left - len(discarded) <= freed <= 20
         left = len(discarded)
     assert left == 0
+
+
+def test_clearing_what_is_empty_holds_nothing() -> None:
+    """A table has 256 parts: 3,000 resets in a row held 163 MB until the next steps."""
+    index = ChunkIndex(LRUPolicy())
+    index.grow(Pool.CHUNKS, 10)
+    for _ in range(3):
+        index.clear()
+    discarded = Discarded()
+    empty: list[Any] = [{}, set(), [], deque(), OrderedDict()]
+    for container in empty:
+        discarded.add(container)
+    assert not discarded
+    assert not index._discarded
 
 
 def test_free_slots() -> None:

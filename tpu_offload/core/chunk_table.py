@@ -110,7 +110,8 @@ class Discarded:
 
     def add(self, container: Entries) -> None:
         """Takes a container; the caller keeps no reference."""
-        self._containers.append(container)
+        if container:  # a table has many parts, and what is cleared often is mostly empty
+            self._containers.append(container)
 
     def free(self, num_entries: int) -> int:
         """Frees up to `num_entries` entries, where an empty container counts as one; returns how many."""

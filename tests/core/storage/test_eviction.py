@@ -2,11 +2,13 @@
 
 import hashlib
 import random
+from typing import Any
 
 import pytest
 
+from tests.core.policies.told import ToldPolicy
 from tpu_offload.core.index import NO_PARENT
-from tpu_offload.core.policies import POLICIES, LRUPolicy, PriorityPolicy, Use
+from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
 from tpu_offload.core.storage.eviction import PolicyOrder, RecencyOrder
 from tpu_offload.types import ChunkKey
 
@@ -130,25 +132,25 @@ def test_many_resets_leave_nothing(policy):
 
 
 def test_a_use_counts_once_and_what_other_tiers_have_does_not_matter():
-    class Told(LRUPolicy):  # type: ignore[misc]
-        told: list = []  # noqa: RUF012
+    calls: list[Any] = []
 
+    class CallsPolicy(ToldPolicy):
         def insert(self, use, keys, parent, depth):
-            self.told.append(("insert", use.use_id, use.num_in_hbm, use.num_in_storage, len(keys), parent))
+            calls.append(("insert", use.use_id, use.num_in_hbm, use.num_in_storage, len(keys), parent))
             super().insert(use, keys, parent, depth)
 
         def touch(self, use, keys, num_chunks, residents):
-            self.told.append(("touch", use.use_id, use.num_in_hbm, use.num_in_storage, num_chunks))
+            calls.append(("touch", use.use_id, use.num_in_hbm, use.num_in_storage, num_chunks))
             super().touch(use, keys, num_chunks, residents)
 
-    order = PolicyOrder(Told(), 100)
+    order = PolicyOrder(CallsPolicy({}), 100)
     a = prefix(*range(8))
     use = Use(3, num_in_hbm=2, num_in_storage=4)
     order.use(use, a)
     order.add_written(written(use, a[:5]))
     order.use(use, a)
     order.add_written([(Use(4), prefix("x")[0], NO_PARENT), (Use(4), prefix("y")[0], NO_PARENT)])
-    assert Told.told == [
+    assert calls == [
         ("insert", 3, 0, 0, 5, None),
         ("touch", 3, 0, 0, 5),  # chunks that are not stored are used by being written
         ("insert", 4, 0, 0, 1, None),

@@ -259,8 +259,7 @@ class PolicyOrder(EvictionOrder):
         self.stored = _PlacedOrNot(self._tree, self._unplaced)
         self._slots.clear(set())
         for container in (unplaced, *self._tree.clear(set()), *self._policy.clear()):
-            if container:
-                self._discarded.add(container)
+            self._discarded.add(container)
 
     def tidy(self) -> None:
         """See the base class."""
