@@ -26,7 +26,7 @@ class Holdings:
       keys: chunks of the host tier that it reads, or that it writes and has made PENDING.
       slots: their slots, or those of the pieces that it writes.
       are_pinned: whether `keys` are pinned.
-      uses: for each of `keys` that it writes, the use of the request that saves or reads it; none of pieces.
+      uses: for each of `keys` that it saves, that of the request that saves it; empty for pieces and other copies.
       checkpoint: the checkpoint that it reads; held. None without windows and states.
       pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
     """

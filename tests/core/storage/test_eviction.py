@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.core.policies.told import ToldPolicy
+from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
-from tpu_offload.core.storage.eviction import PolicyOrder, RecencyOrder
+from tpu_offload.core.storage.eviction import PolicyOrder, RecencyOrder, make_order
 from tpu_offload.types import ChunkKey
 
 
@@ -29,6 +30,16 @@ def written(use, keys):
 
 def make(policy, capacity=100):
     return PolicyOrder(PriorityPolicy(POLICIES[policy]), capacity)
+
+
+def test_every_built_in_policy_can_be_set():
+    assert {policy.value for policy in StorageEvictionPolicy} == {"auto", *POLICIES}
+
+
+@pytest.mark.parametrize(("capacity", "demotes", "learns"), [(50, False, True), (49, False, False), (500, True, False)])
+def test_auto_is_density_in_large_tiers_that_are_written_on_save(capacity, demotes, learns):
+    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes)
+    assert isinstance(order, PolicyOrder) == learns
 
 
 @pytest.mark.parametrize("policy", POLICIES)

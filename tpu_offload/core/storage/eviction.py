@@ -16,6 +16,7 @@ from typing import Protocol, final
 
 from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.chunk_table import Discarded
+from tpu_offload.core.index.chunk_index import MAX_FREED
 from tpu_offload.core.index.chunk_states import ChunkStates
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.prefix_tree import NO_PARENT, PrefixTree
@@ -24,12 +25,10 @@ from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, 
 from tpu_offload.types import ChunkKey
 
 AUTO_RATIO = 5
-"""From which ratio of a tier to what is above it on density is never worse (docs/tiers.md has the measurements).
+"""From which ratio of a tier to what is above it on density was not worse in the simulator (docs/tiers.md).
 
 In a smaller tier it would keep what the host tier, by the same policy, keeps as well.
 """
-
-_MAX_FREED = 4096  # entries, in a step: 1 ms
 
 type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
 """The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
@@ -210,7 +209,10 @@ class PolicyOrder(EvictionOrder):
             self._policy.remove(name, parent)
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
-        """See the base class. O(runs of the prefix), and O(keys) while chunks from before a restart are not placed."""
+        """See the base class. O(runs of the prefix + chunks at its end that are not stored).
+
+        O(keys) while chunks from before a restart are not placed.
+        """
         if self._unplaced and not self._unplaced.keys().isdisjoint(keys):
             self._place(use, keys)
         if not len(self._tree):
@@ -264,7 +266,7 @@ class PolicyOrder(EvictionOrder):
     def tidy(self) -> None:
         """See the base class."""
         if self._discarded:
-            self._discarded.free(_MAX_FREED)
+            self._discarded.free(MAX_FREED)
 
     def check_invariants(self) -> None:
         """See the base class."""
