@@ -15,7 +15,7 @@ from tpu_offload.config import StorageAdmission, StorageEvictionPolicy, StorageW
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
-from tpu_offload.core.storage.eviction import make_order
+from tpu_offload.core.storage.eviction import WrittenChunk, make_order
 from tpu_offload.core.storage.writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 
@@ -94,8 +94,10 @@ class StorageTier:
             self.offer(use, keys)
 
     def offer(self, use: Use, keys: Iterable[ChunkKey]) -> None:
-        """Chunks are in the host tier; those that admission takes are written in the next steps."""
-        if not self.demotes:
+        """Chunks are in the host tier; those that admission takes are written in the next steps, or when they leave."""
+        if self.demotes:
+            self._order.expect(self._with_parents((use, key) for key in keys))
+        else:
             admits, stored = self._admission.admits, self._order.stored
             self._candidates.update((key, use) for key in keys if key not in stored and admits(key))
 
@@ -117,12 +119,22 @@ class StorageTier:
 
         A demotion cannot wait for the end of a deletion, so some room is kept free.
         """
-        victims = [key for key in evicted if key not in self._order.stored and self._admission.admits(key)]
+        victims: list[ChunkKey] = []
+        for key in evicted:
+            if key not in self._order.stored:
+                if self._admission.admits(key):
+                    victims.append(key)
+                else:
+                    self._order.drop_expected(key)
         if not victims:
             return
         kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))
-        batch = victims[::-1][: min(MAX_DEMOTIONS, self._room)]
-        self.num_dropped += len(victims) - len(batch)
+        victims.reverse()
+        num_written = min(MAX_DEMOTIONS, self._room)
+        batch = victims[:num_written]
+        for key in reversed(victims[num_written:]):
+            self.num_dropped += 1
+            self._order.drop_expected(key)
         self._evict(kept_free - self._room)
         use = self._newest.replace(is_request=False, priority=0)
         self._add([(use, key) for key in batch])
@@ -152,8 +164,11 @@ class StorageTier:
         return self._capacity - len(self._order.stored)
 
     def _add(self, batch: Sequence[tuple[Use, ChunkKey]]) -> None:
-        self._order.add_written([(use, key, self._parents.get(key, NO_PARENT)) for use, key in batch])
+        self._order.add_written(self._with_parents(batch))
         self.num_written += len(batch)
+
+    def _with_parents(self, chunks: Iterable[tuple[Use, ChunkKey]]) -> list[WrittenChunk]:
+        return [(use, key, self._parents.get(key, NO_PARENT)) for use, key in chunks]
 
     def _evict(self, num_chunks: int) -> None:
         """Evicts so many chunks, fewer if the next one is being read."""

@@ -494,16 +494,16 @@ def test_pieces_are_looked_up_once_however_many_boundaries_lack_one(monkeypatch)
 
 
 def test_a_checkpoint_that_one_step_cannot_demote_is_not_demoted_in_part():
-    worker = CheckpointWorker(num_host_chunks=100, staged=False)
+    worker = CheckpointWorker(num_host_chunks=200, staged=False)
     config: dict[str, Any] = {"storage_tier": NAME, "num_storage_chunks": 200, "storage_write_on": "eviction"}
-    engine = WindowEngine((40 * BLOCK_SIZE,), workers=[worker], num_staging_blocks=200, num_cpu_chunks=100, **config)
+    engine = WindowEngine((80 * BLOCK_SIZE,), workers=[worker], num_staging_blocks=200, num_cpu_chunks=200, **config)
     attach(engine)
-    serve(engine, "a", list(range(45 * BLOCK_SIZE + 1)))
+    serve(engine, "a", list(range(85 * BLOCK_SIZE + 1)))
     index = chunk_index(engine.scheduler)
-    assert len(last_checkpoint(engine).slots) == 40
+    assert len(last_checkpoint(engine).slots) == 80
     assert index.checkpoints.evict_one(()) is not None
     assert not [job for plan in rest(engine) for job in plan.of(JobKind.DEMOTE)]
-    assert engine.scheduler.stats().dropped_demotion_chunks == 40
+    assert engine.scheduler.stats().dropped_demotion_chunks == 80
 
 
 def test_a_state_has_as_many_records_as_it_needs():

@@ -28,18 +28,20 @@ def written(use, keys):
     return [(use, key, keys[i - 1] if i else NO_PARENT) for i, key in enumerate(keys)]
 
 
-def make(policy, capacity=100):
-    return PolicyOrder(PriorityPolicy(POLICIES[policy]), capacity)
+def make(policy, capacity=100, *, num_expected=0):
+    return PolicyOrder(PriorityPolicy(POLICIES[policy]), capacity, num_expected=num_expected)
 
 
 def test_every_built_in_policy_can_be_set():
     assert {policy.value for policy in StorageEvictionPolicy} == {"auto", *POLICIES}
 
 
-@pytest.mark.parametrize(("capacity", "demotes", "learns"), [(50, False, True), (49, False, False), (500, True, False)])
-def test_auto_is_density_in_large_tiers_that_are_written_on_save(capacity, demotes, learns):
+@pytest.mark.parametrize("demotes", [False, True])
+@pytest.mark.parametrize(("capacity", "learns"), [(50, True), (49, False)])
+def test_auto_is_density_in_large_tiers(capacity, learns, demotes):
     order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes)
     assert isinstance(order, PolicyOrder) == learns
+    assert order.expects == (learns and demotes)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -137,7 +139,7 @@ def test_many_resets_leave_nothing(policy):
         order.add_written(written(Use(use_id), prefix(use_id, *range(8))))
         order.add(prefix("listed", use_id)[0])
         order.clear()
-        order.tidy()
+        order.tidy(lambda key: True)
         assert not len(order.stored)
         assert not len(order._discarded)
 
@@ -169,6 +171,109 @@ def test_a_use_counts_once_and_what_other_tiers_have_does_not_matter():
     ]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_expected_is_not_stored_and_stays_until_it_is_written_or_dropped(policy):
+    order = make(policy, num_expected=100)
+    a, b = prefix(*range(8)), prefix("x", *range(4))
+    order.add_written(written(Use(0), a[:4]))
+    order.expect(written(Use(1), a)[2:])  # of these the first two are stored
+    order.expect(written(Use(1), b))
+    assert set(order.stored) == set(a[:4])
+    assert not any(key in order.stored for key in [*a[4:], *b])
+    order.check_invariants()
+    assert order.evict(100, ()) == [], "chunks that will be written follow those that are stored"
+    order.check_invariants()
+    order.add_written([(Use(2), a[4], a[3])])
+    order.add(a[5])  # one of which nothing else is known
+    for key in [*a[:5:-1], *b[:1:-1]]:
+        order.drop_expected(key)
+        order.check_invariants()
+    order.drop_expected(a[0])
+    assert set(order.stored) == set(a[:6]), "what is stored is not dropped"
+    assert order.evict(100, ()) == a[5::-1]
+    order.add_written([(Use(2), b[1], b[0])])
+    assert order.evict(100, ()) == [b[1]]
+    order.drop_expected(b[0])
+    order.check_invariants()
+    assert not len(order._tree)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_host_tier_has_lost_is_dropped(policy):
+    order = make(policy, num_expected=1000)
+    a, kept = prefix(*range(600)), prefix("kept", *range(5))
+    order.add_written(written(Use(0), a)[:10])
+    order.expect(written(Use(0), a)[10:])
+    order.expect(written(Use(1), kept))
+    present = {*a, *kept}
+    for _ in range(1000):
+        order.tidy(present.__contains__)
+    assert order.evict(1, ()) == []
+    present = {*kept}
+    num_calls = 0
+    while order.evict(1, ()) == []:
+        order.tidy(present.__contains__)
+        order.check_invariants()
+        num_calls += 1
+        assert num_calls < 10, "while something is in the way of evictions, many are looked at"
+    for _ in range(200):
+        order.tidy(present.__contains__)
+    assert set(order._expected) == {*kept}
+    order.check_invariants()
+
+
+def test_more_may_be_expected_than_there_was_room_for():
+    """The host tier has grown."""
+    order = make("density", 4, num_expected=2)
+    prompts = [prefix(i, *range(30)) for i in range(100)]
+    for use_id, keys in enumerate(prompts):
+        order.expect(written(Use(use_id), keys))
+    order.check_invariants()
+    assert len(order._expected) == 3100
+    order.clear()
+    assert not len(order.stored)
+    assert order.evict(1, ()) == []
+
+
+def test_a_chunk_that_was_used_in_the_host_tier_outlives_one_that_was_not():
+    """And one of higher priority those of lower: both are known when they are written."""
+    order = make("density", num_expected=100)
+    often, once, high = prefix("often", *range(4)), prefix("once", *range(4)), prefix("high", *range(4))
+    order.expect(written(Use(0, 1), high))
+    order.expect(written(Use(1), often))
+    for use_id in range(2, 9):
+        order.use(Use(use_id), often)
+    order.expect(written(Use(9), once))
+    late = Use(10, is_request=False)
+    order.add_written(written(late, [*high]))
+    order.add_written(written(late, often))
+    order.add_written(written(late, once))
+    assert order.evict(15, ()) == [*once[::-1], *often[::-1], *high[::-1]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_expected_chunks_in_the_way_are_not_asked_for_again(policy):
+    """Each eviction would look at all of the host tier."""
+    order = make(policy, 100, num_expected=10_000)
+    for use_id in range(2000):
+        order.expect(written(Use(use_id), prefix("expected", use_id)))
+    order.add_written(written(Use(2001), prefix(*range(4))))
+    asked: list[ChunkKey] = []
+
+    class Kept:
+        def __contains__(self, key):
+            asked.append(key)
+            return False
+
+    assert order.evict(1, ()) != []
+    for use_id in range(3000, 3004):
+        new = prefix(use_id)
+        order.add_written(written(Use(use_id), new))
+        assert len(order.evict(1, Kept())) == 1
+    assert len(asked) < 100
+    order.check_invariants()
+
+
 def test_a_prompt_that_returns_outlives_many_that_do_not():
     """As least recently used does not: between two uses, more new chunks are written than the tier holds."""
 
@@ -194,9 +299,10 @@ def test_a_prompt_that_returns_outlives_many_that_do_not():
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_calls(policy, seed):
     rng = random.Random(seed)
-    capacity = rng.choice((5, 40, 200))
-    order = make(policy, capacity)
+    capacity, num_expected = rng.choice((5, 40, 200)), rng.choice((0, 5, 100))
+    order = make(policy, capacity, num_expected=num_expected)
     use_id, keys_of = 0, {}
+    expected: set[ChunkKey] = set()
     prompts = [prefix(rng.randrange(3), *(rng.randrange(2) for _ in range(rng.randrange(1, 12)))) for _ in range(30)]
     for keys in prompts:
         keys_of.update(dict.fromkeys(keys, keys))
@@ -215,15 +321,35 @@ def test_any_order_of_calls(policy, seed):
             evicted = order.evict(len(order.stored) + len(new) - capacity, kept)
             assert not kept.intersection(evicted)
             assert before - set(evicted) == set(order.stored)
-            order.add_written(new[: capacity - len(order.stored)])
+            order.add_written(new := new[: capacity - len(order.stored)])
+            expected.difference_update(key for _, key, _ in new)
+            if rng.random() < 0.5:
+                coming = [chunk for chunk in written(use, keys) if rng.random() < 0.9][: rng.randrange(1, 9)]
+                order.expect(coming)
+                expected.update(key for _, key, _ in coming if num_expected and key not in order.stored)
+            for key in sorted(expected)[: rng.randrange(3)]:
+                order.drop_expected(key)
+                expected.remove(key)
+            if rng.random() < 0.2:
+                lost = {key for key in expected if rng.random() < 0.3}
+                for _ in range(100):
+                    order.tidy(lambda key, lost=lost: key not in lost)
+                expected -= lost
         elif action < 17 and order.stored:
             order.remove(rng.choice(sorted(order.stored)))
         elif action < 18:
             for key in keys:
                 if len(order.stored) < capacity:
                     order.add(key)
+                    expected.discard(key)
         elif action == 19 and rng.random() < 0.1:
             order.clear()
+            expected = set()
             assert not order.stored
         assert len(order.stored) <= capacity
         order.check_invariants()
+        assert set(order._expected) == expected
+    for key in sorted(expected):
+        order.drop_expected(key)
+    order.evict(capacity, ())
+    assert not len(order.stored), "a chunk that nothing evicts"

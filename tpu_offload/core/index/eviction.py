@@ -26,6 +26,7 @@ class Evictor(Residents):
       slots: takes the slots of evicted chunks.
       changes: records evictions, if there is one.
       on_evict: called with evicted chunks, their slots, and the resident chunk before them.
+      told_when_ready: a chunk that is not READY is no leaf, and the policy is told when it may be one.
     Attributes:
       protected: chunks that are not evicted now, nor those before them.
       num_evicted: chunks evicted so far.
@@ -39,12 +40,14 @@ class Evictor(Residents):
         *,
         changes: ChangeLog | None,
         on_evict: Callable[[Sequence[ChunkKey], Sequence[int], ChunkKey | None], None],
+        told_when_ready: bool = False,
     ) -> None:
         self._tree = tree
         self._states = states
         self._slots = slots
         self._changes = changes
         self._on_evict = on_evict
+        self._told_when_ready = told_when_ready
         self.protected: Container[ChunkKey] = ()
         self.num_evicted = 0
 
@@ -57,7 +60,9 @@ class Evictor(Residents):
     def is_leaf(self, key: ChunkKey) -> bool:
         """See the base class."""
         slot = self._tree.slot_of.get(key)
-        return slot is not None and self._tree.children[slot] == NO_CHUNK
+        if slot is None or self._tree.children[slot] != NO_CHUNK:
+            return False
+        return not (self._told_when_ready and slot in self._states.unready)
 
     def evict_tail(
         self, key: ChunkKey, max_chunks: Given[int], *, until: Container[ChunkKey] = (), singly: Given[bool] = False

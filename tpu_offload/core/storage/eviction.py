@@ -4,6 +4,9 @@ Chunks of full attention in a private tier may be ordered by an eviction policy,
 chunk follows which, and is told of every request. What a tier has from before a restart belongs to no prompt that is
 known; until a request uses it, it is evicted first, the oldest before the others.
 
+Where chunks are written when the host tier evicts them, the policy has those of the host tier as well: they are
+*expected*. So it knows their uses when they come, and what follows an evicted chunk stays after it.
+
 Other records are evicted least recently used first: those of a model with windows or states, where a chunk is of use
 only with a checkpoint, and those of a tier that other engines share, where nothing is evicted but what is known of it.
 """
@@ -11,7 +14,7 @@ only with a checkpoint, and those of a tier that other engines share, where noth
 import abc
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
 from tpu_offload.config import StorageEvictionPolicy
@@ -29,6 +32,10 @@ AUTO_RATIO = 5
 
 In a smaller tier it would keep what the host tier, by the same policy, keeps as well.
 """
+
+_CHECKED = 4  # expected chunks that `tidy` looks at; 1 us
+_CHECKED_IF_SHORT = 256  # likewise, after one may have been in the way of an eviction; 0.1 ms, 1 ms if all are dropped
+_SLOTS_ADDED = 1024
 
 type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
 """The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
@@ -49,9 +56,19 @@ class EvictionOrder(abc.ABC):
 
     Attributes:
       stored: all of them, as they are at any time.
+      expects: whether `expect` is of use.
     """
 
     stored: Names
+    expects: bool = False
+
+    @abc.abstractmethod
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks are in the host tier, and are written when it evicts them; of each prefix the head first."""
+
+    @abc.abstractmethod
+    def drop_expected(self, name: ChunkKey) -> None:
+        """A chunk that may be expected is not written."""
 
     @abc.abstractmethod
     def add(self, name: ChunkKey) -> None:
@@ -82,8 +99,13 @@ class EvictionOrder(abc.ABC):
         """Nothing is stored."""
 
     @abc.abstractmethod
-    def tidy(self) -> None:
-        """Frees some of the memory that `clear` has left, for a millisecond; called in every step."""
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
+        """Frees some of the memory that `clear` has left, for a millisecond; called in every step.
+
+        Args:
+          is_coming: whether an expected chunk is still in the host tier or on its way from it. A few are asked about:
+            those that the host tier has lost are dropped in this way.
+        """
 
     @abc.abstractmethod
     def check_invariants(self) -> None:
@@ -138,7 +160,13 @@ class RecencyOrder(EvictionOrder):
         """See the base class."""
         self._names.clear()
 
-    def tidy(self) -> None:
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+
+    def drop_expected(self, name: ChunkKey) -> None:
+        """See the base class."""
+
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
 
     def check_invariants(self) -> None:
@@ -151,32 +179,81 @@ class PolicyOrder(EvictionOrder):
 
     Args:
       policy: a new one.
-      capacity: most chunks.
+      capacity: most chunks that are stored.
+      num_expected: the chunks that the host tier has room for, if they are written when it evicts them; else 0.
     """
 
-    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, num_expected: int = 0) -> None:
         self._policy = policy
+        self.expects = num_expected > 0
         self._tree = PrefixTree()
+        self._states = ChunkStates(self._tree)  # READY if it is stored, PENDING if it is expected
         self._unplaced: OrderedDict[ChunkKey, None] = OrderedDict()  # of no known prompt, oldest first
-        self.stored = _PlacedOrNot(self._tree, self._unplaced)
+        self._expected: OrderedDict[ChunkKey, None] = OrderedDict()  # those looked at longest ago first
+        self._is_short = False  # whether the last eviction was of too few
+        self.stored = _Stored(self._tree, self._states, self._unplaced)
         # The numbers of slots mean nothing here: a place in the columns of the tree.
         self._slots = SlotAllocator()
         self._slots.grow(capacity)
         self._evictor = Evictor(
-            self._tree, ChunkStates(self._tree), self._slots, changes=None, on_evict=self._note_evicted
+            self._tree,
+            self._states,
+            self._slots,
+            changes=None,
+            on_evict=self._note_evicted,
+            told_when_ready=True,
         )
         self._evicted: list[ChunkKey] = []
         self._discarded = Discarded()
-        policy.resize(capacity)
+        policy.resize(capacity + num_expected)
 
     def add(self, name: ChunkKey) -> None:
         """See the base class."""
-        if name not in self.stored:
+        if name in self._expected:
+            self._publish([name])
+        elif name not in self.stored:
             self._unplaced[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
-        first = 0
+        if self._expected:
+            came = [key for _, key, _ in chunks if key in self._expected]
+            self._publish(came)
+            if len(came) == len(chunks):
+                return
+            chunks = [chunk for chunk in chunks if chunk[1] not in self._tree]
+        self._add(chunks)
+
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class. O(chunks)."""
+        if not self.expects:
+            return
+        tree, unplaced = self._tree, self._unplaced
+        new = [chunk for chunk in chunks if chunk[1] not in tree and chunk[1] not in unplaced]
+        self._states.save(self._add(new))
+        for _, key, _ in new:
+            self._expected[key] = None
+
+    def drop_expected(self, name: ChunkKey) -> None:
+        """See the base class. As `remove`."""
+        if name in self._expected:
+            del self._expected[name]
+            self._states.unready.remove(self._tree.slot_of[name])
+            self._remove(name)
+
+    def _publish(self, keys: Sequence[ChunkKey]) -> None:
+        """Expected chunks are stored."""
+        slot_of = self._tree.slot_of
+        for key in keys:
+            del self._expected[key]
+        self._states.publish([slot_of[key] for key in keys])
+        for key in keys:
+            if self._evictor.is_leaf(key):
+                self._policy.became_leaf(key)
+
+    def _add(self, chunks: Sequence[WrittenChunk]) -> list[int]:
+        """Adds chunks that are not in the tree; returns their slots."""
+        first, slots = 0, list[int]()
         while first < len(chunks):
             use, key, parent = chunks[first]
             keys = [key]
@@ -184,11 +261,14 @@ class PolicyOrder(EvictionOrder):
                 if next_use.use_id != use.use_id or before != keys[-1]:
                     break
                 keys.append(next_key)
-            self._insert(use, keys, parent, 0)  # its depth is of use only where HBM has a part of the prompt
+            slots += self._insert(use, keys, parent, 0)  # its depth is of use only where HBM has a part of the prompt
             first += len(keys)
+        return slots
 
-    def _insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey, depth: int) -> None:
-        """Adds consecutive chunks of a prefix."""
+    def _insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey, depth: int) -> list[int]:
+        """Adds consecutive chunks of a prefix; returns their slots."""
+        if len(keys) > len(self._slots.free):  # more are expected than there were
+            self._slots.grow(self._slots.num_usable + max(len(keys), _SLOTS_ADDED))
         slots = self._slots.free.take(len(keys))
         if (highest := max(slots)) >= len(self._tree.keys):
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
@@ -198,15 +278,19 @@ class PolicyOrder(EvictionOrder):
         else:
             self._tree.insert(before, keys, slots)
         self._policy.insert(_of_tier(use), keys, before, depth)
+        return slots
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""
         if name in self._unplaced:
             del self._unplaced[name]
         else:
-            slot, parent = self._tree.remove(name)
-            self._slots.release(slot)
-            self._policy.remove(name, parent)
+            self._remove(name)
+
+    def _remove(self, key: ChunkKey) -> None:
+        slot, parent = self._tree.remove(key)
+        self._slots.release(slot)
+        self._policy.remove(key, parent)
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """See the base class. O(runs of the prefix + chunks at its end that are not stored).
@@ -218,7 +302,7 @@ class PolicyOrder(EvictionOrder):
         if not len(self._tree):
             return
         end = len(keys)  # a chunk that was evicted, and that this request saves again, is used by that
-        while end and keys[end - 1] not in self.stored:
+        while end and keys[end - 1] not in self._tree:
             end -= 1
         if end:
             self._policy.touch(_of_tier(use), keys, end, self._evictor)
@@ -250,6 +334,7 @@ class PolicyOrder(EvictionOrder):
             self._evictor.protected = ()
             evicted += self._evicted
             self._evicted = []
+            self._is_short = len(evicted) < num_records
         return evicted
 
     def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
@@ -258,21 +343,34 @@ class PolicyOrder(EvictionOrder):
     def clear(self) -> None:
         """See the base class."""
         unplaced, self._unplaced = self._unplaced, OrderedDict()
-        self.stored = _PlacedOrNot(self._tree, self._unplaced)
+        expected, self._expected = self._expected, OrderedDict()
+        unready, self._states.unready = self._states.unready, set()
+        self.stored = _Stored(self._tree, self._states, self._unplaced)
         self._slots.clear(set())
-        for container in (unplaced, *self._tree.clear(set()), *self._policy.clear()):
+        for container in (unplaced, expected, unready, *self._tree.clear(set()), *self._policy.clear()):
             self._discarded.add(container)
 
-    def tidy(self) -> None:
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
         if self._discarded:
             self._discarded.free(MAX_FREED)
+        if self._expected:
+            num_checked, self._is_short = _CHECKED_IF_SHORT if self._is_short else _CHECKED, False
+            for key in list(itertools.islice(self._expected, num_checked)):
+                if is_coming(key):
+                    self._expected.move_to_end(key)
+                else:
+                    self.drop_expected(key)
 
     def check_invariants(self) -> None:
         """See the base class."""
         self._tree.check_invariants()
-        self._policy.check_invariants(self._tree.leaves(), self._evictor)
-        assert len(set(self.stored)) == len(self.stored), "a chunk is placed and is not"
+        leaves = {key for key in self._tree.leaves() if key not in self._expected}
+        self._policy.check_invariants(leaves, self._evictor)
+        assert self._states.unready == {self._tree.slot_of[key] for key in self._expected}
+        stored = set(self.stored)
+        assert len(stored) == len(self.stored), "a chunk is placed and is not"
+        assert stored.isdisjoint(self._expected), "what is stored is expected"
 
 
 def _of_tier(use: Use) -> Use:
@@ -281,22 +379,29 @@ def _of_tier(use: Use) -> Use:
 
 
 @final
-class _PlacedOrNot:
-    """The chunks of a `PolicyOrder`."""
+class _Stored:
+    """The stored chunks of a `PolicyOrder`."""
 
-    def __init__(self, tree: PrefixTree, unplaced: OrderedDict[ChunkKey, None]) -> None:
+    def __init__(self, tree: PrefixTree, states: ChunkStates, unplaced: OrderedDict[ChunkKey, None]) -> None:
         self._tree = tree
+        self._states = states
         self._unplaced = unplaced
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tree.slot_of.parts[name[0]] or name in self._unplaced  # type: ignore[index]
+        slot = self._tree.slot_of.parts[name[0]].get(name)  # type: ignore[index, call-overload]
+        if slot is None:
+            return name in self._unplaced
+        return slot not in self._states.unready
 
     def __iter__(self) -> Iterator[ChunkKey]:
         yield from self._unplaced
-        yield from self._tree.slot_of
+        unready = self._states.unready
+        for name, slot in self._tree.slot_of.items():
+            if slot not in unready:
+                yield name
 
     def __len__(self) -> int:
-        return len(self._tree) + len(self._unplaced)
+        return len(self._tree) - len(self._states.unready) + len(self._unplaced)
 
 
 def make_order(setting: StorageEvictionPolicy, *, capacity: int, num_above: int, demotes: bool) -> EvictionOrder:
@@ -309,8 +414,9 @@ def make_order(setting: StorageEvictionPolicy, *, capacity: int, num_above: int,
       demotes: whether chunks are written when the host tier evicts them.
     """
     if setting is StorageEvictionPolicy.AUTO:
-        learns = capacity >= AUTO_RATIO * num_above and not demotes
+        learns = capacity >= AUTO_RATIO * num_above
         setting = StorageEvictionPolicy.DENSITY if learns else StorageEvictionPolicy.LRU
     if setting is StorageEvictionPolicy.LRU:
         return RecencyOrder()
-    return PolicyOrder(PriorityPolicy(POLICIES[setting.value]), capacity)
+    policy = PriorityPolicy(POLICIES[setting.value])
+    return PolicyOrder(policy, capacity, num_expected=num_above if demotes else 0)

@@ -135,7 +135,7 @@ class StoragePlanner:
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions, the cascade or demotion, and the lookup of the coming step."""
-        self.records.tidy()
+        self.records.tidy(self.writes.is_coming)
         if not self.writes.must_clear:
             self._lookups.plan(now_s)
         self.writes.plan(now_s)

@@ -5,7 +5,7 @@ and the size of a tier and its bound on what is in flight count records.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from tpu_offload.config import StorageTierConfig, StorageWriteEvent
@@ -154,6 +154,19 @@ class StoredRecords:
         """Chunks of full attention are stored, of each prefix the head first."""
         self._order.add_written(chunks)
 
+    @property
+    def expects(self) -> bool:
+        """Whether `expect` is of use."""
+        return self._order.expects
+
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks are in the host tier, and are written when it evicts them; of each prefix the head first."""
+        self._order.expect(chunks)
+
+    def drop_expected(self, name: ChunkKey) -> None:
+        """What the host tier has evicted is not written."""
+        self._order.drop_expected(name)
+
     def remove(self, name: ChunkKey) -> None:
         """A record is not stored any more, or never was."""
         if name in self._order.stored:
@@ -195,9 +208,13 @@ class StoredRecords:
         self.to_delete.clear()
         self._ends.clear()
 
-    def tidy(self) -> None:
-        """Goes on with what `clear` has left; called in every step."""
-        self._order.tidy()
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
+        """Goes on with what `clear` and losses of host memory have left; called in every step.
+
+        Args:
+          is_coming: see `EvictionOrder.tidy`.
+        """
+        self._order.tidy(is_coming)
 
     @property
     def max_per_slot(self) -> int:

@@ -29,7 +29,7 @@ from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
 MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
-MAX_DEMOTIONS = 32  # likewise; they cannot wait for the next step
+MAX_DEMOTIONS = 64  # likewise; they cannot wait for the next step. As many as a promotion reads, and so evicts
 _MAX_FINISHED = 64  # requests whose prefix is still being written
 _MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
@@ -105,6 +105,8 @@ class StorageWrites:
     def offer(self, chunks: Mapping[ChunkKey, Use]) -> None:
         """Makes chunks, saved for these uses, candidates for a cascade, as far as admission accepts them."""
         if self.demotes:
+            if self._records.expects:
+                self._expect(chunks)
             return
         new = [key for key in chunks if not self._records.knows(key)]
         admitted = [key for key in new if self._admission.admits(key)]
@@ -112,6 +114,20 @@ class StorageWrites:
         for key in admitted:
             self._candidates[key] = chunks[key]
         self._limit(self._candidates)
+
+    def _expect(self, chunks: Mapping[ChunkKey, Use]) -> None:
+        """Chunks were saved: they are written when the host tier evicts them."""
+        expected: list[WrittenChunk] = []
+        for key, use in chunks.items():
+            found = self._index.find((key,))
+            parent = self._index.parent_in(found[0]) if found else None
+            if parent is not None:
+                expected.append((use, key, parent))
+        self._records.expect(expected)
+
+    def is_coming(self, key: ChunkKey) -> bool:
+        """Whether an expected chunk is in the host tier, or on its way from there."""
+        return key in self._index or key in self._victims or key in self._records.writing
 
     def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended: it counts as used once the last chunk of it is written. O(keys).
@@ -171,6 +187,7 @@ class StorageWrites:
                 self._victims[key] = _Victim(slot, self._index.parent_in(slot))
             else:
                 self._counts.rejected_storage_chunks += 1
+                self._records.drop_expected(key)
 
     def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
         """The host tier is about to evict a checkpoint; likewise."""
@@ -201,7 +218,7 @@ class StorageWrites:
         """Plans the deletions and the cascade or demotion of the coming step."""
         records = self._records
         if self._must_clear:
-            self._counts.dropped_demotion_chunks += len(self._victims)
+            self._drop_victims(list(self._victims))
             self._victims = {}  # their slots are written from this step on
             if self.has_plans:
                 self._plan_clear(now_s)
@@ -232,14 +249,22 @@ class StorageWrites:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
         victims, self._victims = list(reversed(self._victims.items())), {}
         batch = WriteBatch(self._records, max_slots=MAX_DEMOTIONS, room=self._room_to_write() if may_write else 0)
-        use = self._newest.replace(is_request=False, priority=0)  # that of the evicted is not known here
+        use = self._newest.replace(is_request=False, priority=0)  # for those that were not expected
+        dropped: list[ChunkKey] = []
         for key, (slot, parent) in victims:
             # Memory that is given away with this plan cannot be read any more.
             if not self._index.has_usable(slot) or not batch.add(key, slot):
-                self._counts.dropped_demotion_chunks += 1
+                dropped.append(key)
             elif parent is not None:
                 batch.chunks[key] = use, key, parent
+        self._drop_victims(dropped[::-1])
         self._plan_writes(JobKind.DEMOTE, batch, now_s)
+
+    def _drop_victims(self, keys: Sequence[ChunkKey]) -> None:
+        """These are not written, and are gone; tails first."""
+        self._counts.dropped_demotion_chunks += len(keys)
+        for key in keys:
+            self._records.drop_expected(key)
 
     def _plan_cascade(self, now_s: float) -> None:
         # No pins: the workers read the slots in this very step, in program order before a later step can write them.
@@ -363,6 +388,7 @@ class StorageWrites:
             for name in reversed(names):  # the head last, so that tails are evicted first
                 if i in bad:
                     records.forget(name)
+                    records.drop_expected(name)
                 else:
                     records.add(name)
             if i not in bad:
