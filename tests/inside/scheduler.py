@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tpu_offload.core.policies import PriorityPolicy, Use
+from tpu_offload.core.storage.eviction import PolicyOrder
 
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload import OffloadScheduler
@@ -128,6 +129,12 @@ def storage_planners(scheduler: "OffloadScheduler") -> "tuple[StoragePlanner, ..
 def storage_planner(scheduler: "OffloadScheduler") -> "StoragePlanner":
     """What a scheduler plans for the nearest storage tier."""
     return storage_planners(scheduler)[0]
+
+
+def expected_chunks(planner: "StoragePlanner") -> "set[ChunkKey]":
+    """The chunks that a storage tier will get when the host tier evicts them, as its eviction policy knows them."""
+    order = planner.records._order
+    return set(order._expected) if isinstance(order, PolicyOrder) else set()
 
 
 def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":

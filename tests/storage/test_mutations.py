@@ -57,6 +57,19 @@ MUTATIONS = (
         'ChunkKey(b"")',
     ),
     Mutation(
+        "the chunk before an expected one is forgotten",
+        "StorageWrites._expect",
+        "self._index.parent_in(found[0])",
+        'ChunkKey(b"")',
+    ),
+    Mutation("what is expected counts as stored", "_Stored.__contains__", "slot not in self._states.unready", "True"),
+    Mutation(
+        "what was expected is not evicted once it is stored",
+        "PolicyOrder._publish",
+        "self._policy.became_leaf(key)",
+        "pass",
+    ),
+    Mutation(
         "a request waits anew each time that it is looked up",
         "LoadPlanner.answer",
         "request.arrival.since_s is None",

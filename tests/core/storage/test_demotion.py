@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside.scheduler import chunk_index, save_planner, slot_of_chunk, storage_planner
+from tests.inside.scheduler import chunk_index, expected_chunks, save_planner, slot_of_chunk, storage_planner
 from tests.storage.fakes import StorageEngine, prompt
-from tpu_offload import ConfigError, MatchState
+from tpu_offload import ConfigError, MatchState, RequestLimits
 from tpu_offload.types import JobKind, Pool
 
 A, B, C = prompt(1), prompt(2), prompt(3)
@@ -279,6 +279,98 @@ def test_a_late_demotion_holds_no_slot():
     stats = engine.scheduler.stats()
     assert (stats.failed_storage_chunks, stats.num_quarantined_chunks) == (4, 0)
     assert stored(engine) == []
+
+
+# --- what the tier's eviction policy knows --------------------------------------------------------
+
+
+def known(engine):
+    """What the policy has, beside what is stored."""
+    return expected_chunks(storage_planner(engine.scheduler))
+
+
+def policies_make(**settings):
+    return make(storage_eviction_policy="density", **settings)
+
+
+def test_the_policy_has_what_the_host_tier_has():
+    engine = policies_make(num_host_chunks=8)
+    for tokens in (A, B, C, prompt(4), A):
+        engine.match("reader", tokens)
+        engine.rest()
+        engine.scheduler.finish("reader")
+        engine.fill(tokens)
+        in_host = set(slot_of_chunk(engine.scheduler))
+        assert known(engine) == in_host - set(stored(engine))
+    assert stored(engine)
+
+
+def test_it_knows_priorities_and_uses_in_the_host_tier():
+    engine = policies_make(num_host_chunks=8, num_storage_chunks=16)
+    for name, tokens in (("a", A), ("b", B), ("c", C)):
+        engine.add(name, tokens, limits=RequestLimits(priority=1))
+        engine.step({name: len(tokens)})
+        engine.settle()
+        engine.remove(name)
+        engine.rest()
+    for i in range(30):
+        engine.fill(prompt(10 + i))
+    important = {key for tokens in (A, B, C) for key in engine.keys(tokens)}
+    assert important <= {*stored(engine), *slot_of_chunk(engine.scheduler)}
+    assert len(important.intersection(stored(engine))) >= 4
+    assert engine.scheduler.stats().num_evicted_storage_chunks > 50
+
+
+@pytest.mark.parametrize("why", ["not admitted", "no room", "failed"])
+def test_what_is_not_written_is_forgotten(why):
+    settings: dict[str, dict[str, Any]] = {
+        "not admitted": {"storage_admission": "after_hit"},
+        "no room": {"max_storage_gb_in_flight": 2 * 512 / 2**30},
+        "failed": {},
+    }
+    engine = policies_make(**settings[why])
+    engine.fill(A)
+    engine.add("b", B)
+    engine.step({"b": 16})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(1, fail=why == "failed") + worker.finish())
+    engine.settle()
+    assert len(stored(engine)) == (1 if why == "no room" else 0)
+    assert known(engine) == set(engine.keys(B))
+    assert set(slot_of_chunk(engine.scheduler)) == set(engine.keys(B))
+    engine.check_storage([A, B])
+
+
+def test_what_the_host_tier_has_lost_is_forgotten_in_time():
+    engine = policies_make(num_host_chunks=32)
+    prompts = [prompt(i) for i in range(1, 16)]
+    for tokens in prompts:
+        engine.fill(tokens)
+    lost = known(engine)
+    assert len(lost) >= 28
+    engine.workers[0].lose(0, 32, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    for _ in range(20):
+        engine.turn()
+    assert known(engine) == set()
+    engine.check_storage(prompts)
+    for tokens in prompts:
+        engine.fill(tokens)
+    engine.check_storage(prompts)
+
+
+def test_a_reset_leaves_nothing_of_it():
+    engine = policies_make(num_host_chunks=8)
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    assert known(engine)
+    engine.scheduler.reset()
+    assert not known(engine)
+    engine.rest()
+    for tokens in (A, B, C):
+        engine.fill(tokens)
+    assert known(engine) == set(slot_of_chunk(engine.scheduler)) - set(stored(engine))
+    engine.check_storage([A, B, C])
 
 
 def test_the_setting_is_checked():
