@@ -7,9 +7,11 @@ Compiled, a module takes half of the time and does the same, with these differen
 - Its classes have no `__dict__`. What its class does not declare cannot be set on an object, neither can its methods.
 - They cannot be derived from in Python, unless they are `@mypyc_attr(allow_interpreted_subclasses=True)`. What a method
   of such a class returns is `Given`, too. They have no docstrings, cannot be copied, and have no weak references.
-- Objects of a class that is `@mypyc_attr(acyclic=True)` are out of sight of the garbage collector: they can be in no
-  reference cycle, so a field must not lead to what knows them.
 - `raise A from b` sets no `__cause__`, only the `__context__` that it has without `from`.
+
+No class is `@mypyc_attr(acyclic=True)`, which hides its objects from the garbage collector. Where more than 50 objects
+that hold each other are freed at once, mypyc 2.4 hands such an object, too, to CPython's trashcan (before Python 3.14),
+which writes into the header for the collector, and this object has none: other memory is overwritten.
 """
 
 import importlib.util

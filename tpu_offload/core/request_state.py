@@ -11,14 +11,12 @@ from tpu_offload.core.policies import Use
 from tpu_offload.core.promises import Promise, WaitingLoad
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import PrefixKeys, last_block_hash
-from tpu_offload.native import mypyc_attr
 from tpu_offload.types import BlockHash, ChunkKey
 
 _MAX_LISTED = 128
 
 
 @final
-@mypyc_attr(acyclic=True)
 class LastMatch:
     """What the last match of a request looked up and found; made anew by each.
 
@@ -54,7 +52,6 @@ class LastMatch:
 
 
 @final
-@mypyc_attr(acyclic=True)
 class Arrival:
     """How long the matches of a request may be ARRIVING, and what it has asked shared storage for.
 

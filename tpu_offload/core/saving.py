@@ -22,7 +22,6 @@ from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.core.validate import check_iterable, check_scheduled
 from tpu_offload.errors import RequestError
-from tpu_offload.native import mypyc_attr
 from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, JobKind
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ blocks of 16 tokens these are 32,768 tokens."""
 
 
 @final
-@mypyc_attr(acyclic=True)
 class Offer:
     """A validated `ScheduledRequest`.
 

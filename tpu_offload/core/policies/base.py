@@ -12,7 +12,6 @@ STORAGE_WORTH: Final = 0.75  # until times are measured: as if a read took a qua
 
 
 @final
-@mypyc_attr(acyclic=True)
 class Use:
     """One request's use of chunks: all calls to a policy between its match and its end have the same `use_id`.
 

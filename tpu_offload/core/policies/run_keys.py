@@ -2,7 +2,7 @@
 
 Each of its passes visits every reference in lists and in dicts of objects: at a million keys that stops the engine for
 100 ms. It does not visit tuples of keys, nor tuples of those, nor dicts from keys to ints, nor queue entries with
-numbers of runs. Of a run it visits the run and its entries in `RunQueues`, and where it is not compiled its `RunKeys`.
+numbers of runs. Of a run it visits the run, its `RunKeys`, and its entries in `RunQueues`.
 """
 
 import itertools
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
 
 from tpu_offload.core.chunk_table import ChunkTable, Entries
-from tpu_offload.native import mypyc_attr
 from tpu_offload.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ _SLAB = 512
 
 
 @final
-@mypyc_attr(acyclic=True)
 class RunKeys:
     """Consecutive chunk keys of a prefix, head first, in slabs. Grows and shrinks at both ends."""
 
