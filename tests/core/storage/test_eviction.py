@@ -251,6 +251,30 @@ def test_a_chunk_that_was_used_in_the_host_tier_outlives_one_that_was_not():
     assert order.evict(15, ()) == [*once[::-1], *often[::-1], *high[::-1]]
 
 
+def test_a_policy_is_told_of_leaves_only_if_it_has_asked():
+    """Density loses the place of a run that it is told of, and no longer knows that it ends a prompt."""
+    told: list[ChunkKey] = []
+
+    class LeafPolicy(ToldPolicy):
+        def became_leaf(self, key):
+            told.append(key)
+            super().became_leaf(key)
+
+        def evict(self, num_chunks, residents):
+            assert residents.evict_tail(b[-1], 1) == (0, b[-1])
+            assert not residents.is_leaf(b[-1])
+
+    order = PolicyOrder(LeafPolicy({}), 100, num_expected=100)
+    a, b = prefix(*range(3)), prefix("x", *range(3))
+    order.expect(written(Use(0), a))
+    order.add_written(written(Use(0), a))
+    assert not told
+    order.expect(written(Use(1), b))
+    order.evict(1, ())
+    order.add_written(written(Use(1), b))
+    assert told == [b[-1]]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_expected_chunks_in_the_way_are_not_asked_for_again(policy):
     """Each eviction would look at all of the host tier."""

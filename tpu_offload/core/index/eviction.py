@@ -29,6 +29,7 @@ class Evictor(Residents):
       told_when_ready: a chunk that is not READY is no leaf, and the policy is told when it may be one.
     Attributes:
       protected: chunks that are not evicted now, nor those before them.
+      withheld: with `told_when_ready`, slots of chunks that would have been leaves, were they READY, when it asked.
       num_evicted: chunks evicted so far.
     """
 
@@ -48,6 +49,7 @@ class Evictor(Residents):
         self._changes = changes
         self._on_evict = on_evict
         self._told_when_ready = told_when_ready
+        self.withheld: set[int] = set()
         self.protected: Container[ChunkKey] = ()
         self.num_evicted = 0
 
@@ -62,7 +64,10 @@ class Evictor(Residents):
         slot = self._tree.slot_of.get(key)
         if slot is None or self._tree.children[slot] != NO_CHUNK:
             return False
-        return not (self._told_when_ready and slot in self._states.unready)
+        if self._told_when_ready and slot in self._states.unready:
+            self.withheld.add(slot)
+            return False
+        return True
 
     def evict_tail(
         self, key: ChunkKey, max_chunks: Given[int], *, until: Container[ChunkKey] = (), singly: Given[bool] = False

@@ -238,18 +238,23 @@ class PolicyOrder(EvictionOrder):
         """See the base class. As `remove`."""
         if name in self._expected:
             del self._expected[name]
-            self._states.unready.remove(self._tree.slot_of[name])
+            slot = self._tree.slot_of[name]
+            self._states.removed(slot)
+            self._evictor.withheld.discard(slot)
             self._remove(name)
 
     def _publish(self, keys: Sequence[ChunkKey]) -> None:
         """Expected chunks are stored."""
-        slot_of = self._tree.slot_of
+        slots = [self._tree.slot_of[key] for key in keys]
         for key in keys:
             del self._expected[key]
-        self._states.publish([slot_of[key] for key in keys])
-        for key in keys:
-            if self._evictor.is_leaf(key):
-                self._policy.became_leaf(key)
+        self._states.publish(slots)
+        withheld = self._evictor.withheld
+        for key, slot in zip(keys, slots, strict=True):
+            if slot in withheld:
+                withheld.remove(slot)
+                if self._evictor.is_leaf(key):
+                    self._policy.became_leaf(key)
 
     def _add(self, chunks: Sequence[WrittenChunk]) -> list[int]:
         """Adds chunks that are not in the tree; returns their slots."""
@@ -345,9 +350,10 @@ class PolicyOrder(EvictionOrder):
         unplaced, self._unplaced = self._unplaced, OrderedDict()
         expected, self._expected = self._expected, OrderedDict()
         unready, self._states.unready = self._states.unready, set()
+        withheld, self._evictor.withheld = self._evictor.withheld, set()
         self.stored = _Stored(self._tree, self._states, self._unplaced)
         self._slots.clear(set())
-        for container in (unplaced, expected, unready, *self._tree.clear(set()), *self._policy.clear()):
+        for container in (unplaced, expected, unready, withheld, *self._tree.clear(set()), *self._policy.clear()):
             self._discarded.add(container)
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
@@ -368,6 +374,7 @@ class PolicyOrder(EvictionOrder):
         leaves = {key for key in self._tree.leaves() if key not in self._expected}
         self._policy.check_invariants(leaves, self._evictor)
         assert self._states.unready == {self._tree.slot_of[key] for key in self._expected}
+        assert self._evictor.withheld <= self._states.unready
         stored = set(self.stored)
         assert len(stored) == len(self.stored), "a chunk is placed and is not"
         assert stored.isdisjoint(self._expected), "what is stored is expected"
