@@ -5,7 +5,8 @@ and each pair of sizes, the hit rates of host tier and storage together after th
 worse each policy is than `lru`, where a hit in storage counts 1 and where it counts less (`--storage-worth`).
 
 `--cost` fills a tier with prompts that never return, several times over, as the scheduler does: each is used, written
-in batches of 8 chunks, for each of which as many are evicted, and used again at its end. Memory is what the process has
+in batches of 8 chunks, for each of which as many are evicted, and used again at its end. With `--write-on eviction` it
+is written when a host tier of a fifth of the size evicts it, as least recently used. Memory is what the process has
 grown by, names of records included; CPU time is per chunk.
 
   python benchmarks/bench_storage_eviction.py --sizes 0.02:0.1 0.05:0.2 --json eviction.json
@@ -18,6 +19,7 @@ import multiprocessing
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from tpu_offload.config import StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.policies.density import DensityPolicy
-from tpu_offload.core.storage.eviction import EvictionOrder, make_order
+from tpu_offload.core.storage.eviction import AUTO_RATIO, EvictionOrder, WrittenChunk, make_order
 from tpu_offload.core.storage.writes import MAX_CASCADES
 from tpu_offload.sim import StorageSetup, TierSetup, Trace, read_traces, replay
 from tpu_offload.types import ChunkKey
@@ -135,7 +137,7 @@ def _compare_cost(args: argparse.Namespace) -> list[dict[str, Any]]:
     for num_chunks in args.num_chunks:
         for policy in args.policies:
             with context.Pool(1) as pool:  # a process of its own, so that memory is that of one policy
-                rows.append(pool.apply(_cost, (policy, num_chunks, args.prompt_chunks)))
+                rows.append(pool.apply(_cost, (policy, num_chunks, args.prompt_chunks, args.write_on)))
     print_table(
         "Cost of the order of eviction",
         ["policy", "chunks", "bytes/chunk", "us/chunk", "of these evict", "gc.collect ms", "clear ms"],
@@ -155,18 +157,20 @@ def _compare_cost(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _cost(policy: str, num_chunks: int, prompt_chunks: int) -> dict[str, Any]:
-    rng, process = random.Random(0), psutil.Process()
+def _cost(policy: str, num_chunks: int, prompt_chunks: int, write_on: str) -> dict[str, Any]:
+    rng, process, demotes = random.Random(0), psutil.Process(), write_on == StorageWriteEvent.HOST_EVICTION.value
+    num_host = num_chunks // AUTO_RATIO if demotes else 0
     gc.collect()
     before = process.memory_info().rss
-    order = make_order(StorageEvictionPolicy(policy), capacity=num_chunks, num_above=0, demotes=False)
+    order = make_order(StorageEvictionPolicy(policy), capacity=num_chunks, num_above=num_host, demotes=demotes)
+    host: deque[list[WrittenChunk]] = deque()
     total_s = evict_s = 0.0
     num_written = use_id = 0
     while num_written < FILLS * num_chunks:
         keys = [ChunkKey(rng.randbytes(20)) for _ in range(prompt_chunks)]
         use_id += 1
         start_s = time.thread_time()
-        evict_s += _serve(order, Use(use_id), keys, num_chunks)
+        evict_s += _serve(order, Use(use_id), keys, num_chunks, host, num_host)
         total_s += time.thread_time() - start_s
         num_written += len(keys)
     start_s = time.perf_counter()
@@ -186,12 +190,26 @@ def _cost(policy: str, num_chunks: int, prompt_chunks: int) -> dict[str, Any]:
     }
 
 
-def _serve(order: EvictionOrder, use: Use, keys: list[ChunkKey], num_chunks: int) -> float:
-    """A request that computes its whole prompt, which is written; returns the seconds that evictions took."""
+def _serve(
+    order: EvictionOrder,
+    use: Use,
+    keys: list[ChunkKey],
+    num_chunks: int,
+    host: deque[list[WrittenChunk]],
+    num_host: int,
+) -> float:
+    """A request that computes its whole prompt, which is written; returns the seconds that evictions took.
+
+    If there is a host tier, `host`, of `num_host` chunks, what it evicts is written instead.
+    """
     evict_s = 0.0
     chunks = [(use, key, keys[i - 1] if i else NO_PARENT) for i, key in enumerate(keys)]
     order.use(use, keys)
-    for first in range(0, len(keys), MAX_CASCADES):
+    if num_host:
+        order.expect(chunks)
+        host.append(chunks)
+        chunks = host.popleft() if len(host) * len(keys) > num_host else []
+    for first in range(0, len(chunks), MAX_CASCADES):
         batch = chunks[first : first + MAX_CASCADES]
         start_s = time.thread_time()
         order.evict(len(order.stored) + len(batch) - num_chunks, ())

@@ -36,8 +36,9 @@ def test_every_built_in_policy_can_be_set():
     assert {policy.value for policy in StorageEvictionPolicy} == {"auto", *POLICIES}
 
 
-@pytest.mark.parametrize("demotes", [False, True])
-@pytest.mark.parametrize(("capacity", "learns"), [(50, True), (49, False)])
+@pytest.mark.parametrize(
+    ("capacity", "demotes", "learns"), [(50, False, True), (49, False, False), (20, True, True), (19, True, False)]
+)
 def test_auto_is_density_in_large_tiers(capacity, learns, demotes):
     order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes)
     assert isinstance(order, PolicyOrder) == learns

@@ -32,6 +32,8 @@ AUTO_RATIO = 5
 
 In a smaller tier it would keep what the host tier, by the same policy, keeps as well.
 """
+AUTO_RATIO_IF_DEMOTED = 2
+"""The same for a tier that is written when the host tier evicts, and so holds other chunks."""
 
 _CHECKED = 4  # expected chunks that `tidy` looks at; 1 us
 _CHECKED_IF_SHORT = 256  # likewise, after one may have been in the way of an eviction; 0.1 ms, 1 ms if all are dropped
@@ -421,7 +423,7 @@ def make_order(setting: StorageEvictionPolicy, *, capacity: int, num_above: int,
       demotes: whether chunks are written when the host tier evicts them.
     """
     if setting is StorageEvictionPolicy.AUTO:
-        learns = capacity >= AUTO_RATIO * num_above
+        learns = capacity >= num_above * (AUTO_RATIO_IF_DEMOTED if demotes else AUTO_RATIO)
         setting = StorageEvictionPolicy.DENSITY if learns else StorageEvictionPolicy.LRU
     if setting is StorageEvictionPolicy.LRU:
         return RecencyOrder()
