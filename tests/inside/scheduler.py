@@ -134,7 +134,7 @@ def storage_planner(scheduler: "OffloadScheduler") -> "StoragePlanner":
 def expected_chunks(planner: "StoragePlanner") -> "set[ChunkKey]":
     """The chunks that a storage tier will get when the host tier evicts them, as its eviction policy knows them."""
     order = planner.records._order
-    return set(order._expected) if isinstance(order, PolicyOrder) else set()
+    return order.expected() if isinstance(order, PolicyOrder) else set()
 
 
 def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":

@@ -226,7 +226,8 @@ class _Replay:
 
         Args:
           use: of the request for which something is read.
-          reads: what is being read; the nearer tiers are offered what comes from a farther one.
+          reads: what is being read. What comes from a tier is offered to nearer ones, and to those that take what the
+            host tier evicts.
         """
         if self._demotes:
             evicted = self._host.take_evicted()
@@ -244,8 +245,9 @@ class _Replay:
                     tier.offer(saver, new)
         else:
             for number, new in reads:
-                for tier in self._storage[:number]:
-                    tier.offer(use, new)
+                for nearer, tier in enumerate(self._storage):
+                    if nearer < number or tier.demotes:
+                        tier.offer(use, new)
 
     def outcome(self) -> Outcome:
         """The result so far."""

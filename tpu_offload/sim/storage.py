@@ -95,11 +95,11 @@ class StorageTier:
 
     def offer(self, use: Use, keys: Iterable[ChunkKey]) -> None:
         """Chunks are in the host tier; those that admission takes are written in the next steps, or when they leave."""
-        if self.demotes:
-            self._order.expect(self._with_parents((use, key) for key in keys))
-        else:
-            admits, stored = self._admission.admits, self._order.stored
+        admits, stored = self._admission.admits, self._order.stored
+        if not self.demotes:
             self._candidates.update((key, use) for key in keys if key not in stored and admits(key))
+        elif self._order.expects:
+            self._order.expect(self._with_parents((use, key) for key in keys if admits(key)))
 
     # A step.
 

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from tests.compiled import interpreted_only
-from tests.inside.scheduler import chunk_index, expected_chunks, save_planner, slot_of_chunk, storage_planner
+from tests.inside.scheduler import (
+    chunk_index,
+    expected_chunks,
+    save_planner,
+    slot_of_chunk,
+    storage_planner,
+    storage_planners,
+)
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload import ConfigError, MatchState, RequestLimits
 from tpu_offload.types import JobKind, Pool
@@ -336,9 +343,37 @@ def test_what_is_not_written_is_forgotten(why):
     engine.apply(worker, worker.finish(1, fail=why == "failed") + worker.finish())
     engine.settle()
     assert len(stored(engine)) == (1 if why == "no room" else 0)
-    assert known(engine) == set(engine.keys(B))
+    assert known(engine) == (set() if why == "not admitted" else set(engine.keys(B)))
     assert set(slot_of_chunk(engine.scheduler)) == set(engine.keys(B))
     engine.check_storage([A, B])
+
+
+def test_what_is_admitted_later_is_known_then():
+    engine = policies_make(num_host_chunks=8, storage_admission="second_sighting")
+    engine.fill(A)
+    assert known(engine) == set()
+    engine.serve("again", A)
+    assert known(engine) == set(engine.keys(A))
+
+
+def test_a_far_tier_knows_what_comes_from_a_near_one():
+    """It had not admitted it before, so it gets it when the host tier evicts it again."""
+    engine = StorageEngine(
+        num_host_chunks=8,
+        sizes=(64, 64),
+        storage_write_on=["eviction", "eviction"],
+        storage_admission=["all", "after_hit"],
+        storage_eviction_policy=["density", "density"],
+    )
+    for tokens in (A, B, C, A):
+        engine.match("reader", tokens)
+        engine.rest()
+        engine.scheduler.finish("reader")
+        engine.fill(tokens)
+    near, far = storage_planners(engine.scheduler)
+    assert set(near.stored_keys()) >= set(engine.keys(A))
+    assert not set(engine.keys(A)).intersection(far.stored_keys())
+    assert set(engine.keys(A)[:2]) <= expected_chunks(far), "those that a request has loaded"
 
 
 def test_what_the_host_tier_has_lost_is_forgotten_in_time():

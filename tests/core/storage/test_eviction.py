@@ -1,7 +1,9 @@
 """Which records of a storage tier are evicted first."""
 
+import gc
 import hashlib
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -219,7 +221,7 @@ def test_what_the_host_tier_has_lost_is_dropped(policy):
         assert num_calls < 10, "while something is in the way of evictions, many are looked at"
     for _ in range(200):
         order.tidy(present.__contains__)
-    assert set(order._expected) == {*kept}
+    assert order.expected() == {*kept}
     order.check_invariants()
 
 
@@ -230,7 +232,7 @@ def test_more_may_be_expected_than_there_was_room_for():
     for use_id, keys in enumerate(prompts):
         order.expect(written(Use(use_id), keys))
     order.check_invariants()
-    assert len(order._expected) == 3100
+    assert len(order.expected()) == 3100
     order.clear()
     assert not len(order.stored)
     assert order.evict(1, ()) == []
@@ -250,6 +252,30 @@ def test_a_chunk_that_was_used_in_the_host_tier_outlives_one_that_was_not():
     order.add_written(written(late, often))
     order.add_written(written(late, once))
     assert order.evict(15, ()) == [*once[::-1], *often[::-1], *high[::-1]]
+
+
+def test_what_is_expected_and_dropped_leaves_nothing():
+    """Whatever the host tier evicts and admission rejects; no slot is used that was not, and no run is kept."""
+    order = make("density", 10_000, num_expected=600)
+    host: deque[list[ChunkKey]] = deque()
+    sizes = []
+    for use_id in range(9000):
+        keys = prefix(use_id, 0, 1)
+        order.expect(written(Use(use_id), keys))
+        host.append(keys)
+        if len(host) > 200:
+            evicted = host.popleft()
+            if use_id % 500 == 0:
+                order.add_written(written(Use(use_id), evicted))
+            else:
+                for key in reversed(evicted):
+                    order.drop_expected(key)
+        if use_id in (4499, 8999):
+            gc.collect()
+            sizes.append(sum(type(found).__name__ == "TimeSlice" for found in gc.get_objects()))
+    assert len(order._tree.keys) < 1500
+    assert sizes[1] <= sizes[0] + 20
+    order.check_invariants()
 
 
 def test_a_policy_is_told_of_leaves_only_if_it_has_asked():
@@ -373,7 +399,7 @@ def test_any_order_of_calls(policy, seed):
             assert not order.stored
         assert len(order.stored) <= capacity
         order.check_invariants()
-        assert set(order._expected) == expected
+        assert order.expected() == expected
     for key in sorted(expected):
         order.drop_expected(key)
     order.evict(capacity, ())

@@ -26,10 +26,10 @@ class Evictor(Residents):
       slots: takes the slots of evicted chunks.
       changes: records evictions, if there is one.
       on_evict: called with evicted chunks, their slots, and the resident chunk before them.
-      told_when_ready: a chunk that is not READY is no leaf, and the policy is told when it may be one.
     Attributes:
       protected: chunks that are not evicted now, nor those before them.
-      withheld: with `told_when_ready`, slots of chunks that would have been leaves, were they READY, when it asked.
+      withheld: by slot, 1 for a chunk that is neither evicted nor a leaf until its owner sets 0; empty if none ever is.
+      asked: by slot, 1 for one of these that would have been a leaf when the policy asked; it is to be told then.
       num_evicted: chunks evicted so far.
     """
 
@@ -41,15 +41,13 @@ class Evictor(Residents):
         *,
         changes: ChangeLog | None,
         on_evict: Callable[[Sequence[ChunkKey], Sequence[int], ChunkKey | None], None],
-        told_when_ready: bool = False,
     ) -> None:
         self._tree = tree
         self._states = states
         self._slots = slots
         self._changes = changes
         self._on_evict = on_evict
-        self._told_when_ready = told_when_ready
-        self.withheld: set[int] = set()
+        self.withheld, self.asked = bytearray(), bytearray()
         self.protected: Container[ChunkKey] = ()
         self.num_evicted = 0
 
@@ -64,8 +62,8 @@ class Evictor(Residents):
         slot = self._tree.slot_of.get(key)
         if slot is None or self._tree.children[slot] != NO_CHUNK:
             return False
-        if self._told_when_ready and slot in self._states.unready:
-            self.withheld.add(slot)
+        if self.withheld and self.withheld[slot]:
+            self.asked[slot] = 1
             return False
         return True
 
@@ -76,7 +74,7 @@ class Evictor(Residents):
         limit = int(max_chunks)
         tree, protected = self._tree, self.protected
         pins, unready = self._states.pins, self._states.unready
-        keys, parents, more_children = tree.keys, tree.parents, tree.more_children
+        keys, parents, more_children, withheld = tree.keys, tree.parents, tree.more_children, self.withheld
         slot = tree.slot_of.parts[key[0]][key]
         if tree.children[slot] != NO_CHUNK:
             return 0, key
@@ -86,6 +84,8 @@ class Evictor(Residents):
         try_at = limit if singly else 0  # evicted chunks from which on a batch is tried
         while (num_evicted := len(evicted)) < limit:
             if key in pins or key in protected or slot in unready or (num_evicted and key in until):
+                break
+            if withheld and withheld[slot]:
                 break
             first = slot
             if limit - num_evicted >= MIN_BATCH <= slot and num_evicted >= try_at:
@@ -118,6 +118,8 @@ class Evictor(Residents):
         tree, states = self._tree, self._states
         first = slot - num_chunks + 1
         if tree.parents[first + 1 : slot + 1] != tree.numbers[first:slot]:
+            return slot
+        if self.withheld and any(self.withheld[first:slot]):
             return slot
         slots = range(first, slot)  # the last one may be evicted
         if not (states.unready.isdisjoint(slots) and tree.more_children.keys().isdisjoint(slots)):

@@ -142,6 +142,7 @@ class TimeSlice:
                 mine = self.queues.setdefault(place, deque())
                 mine.extendleft([entry for entry in reversed(theirs) if entry[0].ticket == entry[1]])
         older.merged = self
+        older.queues, older.alive = {}, []  # a run that nothing touches has it for long
 
 
 @final

@@ -36,7 +36,7 @@ AUTO_RATIO_IF_DEMOTED = 2
 """The same for a tier that is written when the host tier evicts, and so holds other chunks."""
 
 _CHECKED = 4  # expected chunks that `tidy` looks at; 1 us
-_CHECKED_IF_SHORT = 256  # likewise, after one may have been in the way of an eviction; 0.1 ms, 1 ms if all are dropped
+_CHECKED_IF_SHORT = 128  # likewise, after one may have been in the way of an eviction; 1 ms if all are dropped
 _SLOTS_ADDED = 1024
 
 type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
@@ -188,38 +188,33 @@ class PolicyOrder(EvictionOrder):
     def __init__(self, policy: EvictionPolicy, capacity: int, *, num_expected: int = 0) -> None:
         self._policy = policy
         self.expects = num_expected > 0
-        self._tree = PrefixTree()
-        self._states = ChunkStates(self._tree)  # READY if it is stored, PENDING if it is expected
+        self._tree = PrefixTree()  # of stored and expected chunks
         self._unplaced: OrderedDict[ChunkKey, None] = OrderedDict()  # of no known prompt, oldest first
-        self._expected: OrderedDict[ChunkKey, None] = OrderedDict()  # those looked at longest ago first
-        self._is_short = False  # whether the last eviction was of too few
-        self.stored = _Stored(self._tree, self._states, self._unplaced)
         # The numbers of slots mean nothing here: a place in the columns of the tree.
         self._slots = SlotAllocator()
         self._slots.grow(capacity)
         self._evictor = Evictor(
-            self._tree,
-            self._states,
-            self._slots,
-            changes=None,
-            on_evict=self._note_evicted,
-            told_when_ready=True,
+            self._tree, ChunkStates(self._tree), self._slots, changes=None, on_evict=self._note_evicted
         )
+        self._stored = _Stored(self._tree, self._evictor, self._unplaced)
+        self.stored = self._stored
+        self._next_checked = 0  # the slot at which `tidy` goes on
+        self._is_short = False  # whether the last eviction was of too few
         self._evicted: list[ChunkKey] = []
         self._discarded = Discarded()
         policy.resize(capacity + num_expected)
 
     def add(self, name: ChunkKey) -> None:
         """See the base class."""
-        if name in self._expected:
+        if self._is_expected(name):
             self._publish([name])
         elif name not in self.stored:
             self._unplaced[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
-        if self._expected:
-            came = [key for _, key, _ in chunks if key in self._expected]
+        if self._stored.num_expected:
+            came = [key for _, key, _ in chunks if self._is_expected(key)]
             self._publish(came)
             if len(came) == len(chunks):
                 return
@@ -230,33 +225,42 @@ class PolicyOrder(EvictionOrder):
         """See the base class. O(chunks)."""
         if not self.expects:
             return
-        tree, unplaced = self._tree, self._unplaced
-        new = [chunk for chunk in chunks if chunk[1] not in tree and chunk[1] not in unplaced]
-        self._states.save(self._add(new))
-        for _, key, _ in new:
-            self._expected[key] = None
+        tree, unplaced, evictor = self._tree, self._unplaced, self._evictor
+        slots = self._add([chunk for chunk in chunks if chunk[1] not in tree and chunk[1] not in unplaced])
+        for slot in slots:
+            evictor.withheld[slot] = 1
+        self._stored.num_expected += len(slots)
 
     def drop_expected(self, name: ChunkKey) -> None:
         """See the base class. As `remove`."""
-        if name in self._expected:
-            del self._expected[name]
-            slot = self._tree.slot_of[name]
-            self._states.removed(slot)
-            self._evictor.withheld.discard(slot)
+        if self._is_expected(name):
+            self._stop_expecting(self._tree.slot_of[name])
             self._remove(name)
+
+    def expected(self) -> set[ChunkKey]:
+        """All expected chunks. O(slots). For tests."""
+        return {key for key in self._tree.slot_of if self._is_expected(key)}
+
+    def _is_expected(self, key: ChunkKey) -> bool:
+        if not self._stored.num_expected:
+            return False
+        slot = self._tree.slot_of.get(key)
+        return slot is not None and self._stored.is_expected(slot)
+
+    def _stop_expecting(self, slot: int) -> bool:
+        """The chunk in this slot is not expected any more; returns whether the policy has asked for it."""
+        self._stored.num_expected -= 1
+        self._evictor.withheld[slot] = 0
+        has_asked = self._evictor.asked[slot] > 0
+        self._evictor.asked[slot] = 0
+        return has_asked
 
     def _publish(self, keys: Sequence[ChunkKey]) -> None:
         """Expected chunks are stored."""
-        slots = [self._tree.slot_of[key] for key in keys]
-        for key in keys:
-            del self._expected[key]
-        self._states.publish(slots)
-        withheld = self._evictor.withheld
-        for key, slot in zip(keys, slots, strict=True):
-            if slot in withheld:
-                withheld.remove(slot)
-                if self._evictor.is_leaf(key):
-                    self._policy.became_leaf(key)
+        asked = [key for key in keys if self._stop_expecting(self._tree.slot_of[key])]
+        for key in asked:
+            if self._evictor.is_leaf(key):
+                self._policy.became_leaf(key)
 
     def _add(self, chunks: Sequence[WrittenChunk]) -> list[int]:
         """Adds chunks that are not in the tree; returns their slots."""
@@ -264,7 +268,8 @@ class PolicyOrder(EvictionOrder):
         while first < len(chunks):
             use, key, parent = chunks[first]
             keys = [key]
-            for next_use, next_key, before in chunks[first + 1 :]:
+            while first + len(keys) < len(chunks):
+                next_use, next_key, before = chunks[first + len(keys)]
                 if next_use.use_id != use.use_id or before != keys[-1]:
                     break
                 keys.append(next_key)
@@ -279,6 +284,9 @@ class PolicyOrder(EvictionOrder):
         slots = self._slots.free.take(len(keys))
         if (highest := max(slots)) >= len(self._tree.keys):
             self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
+        if self.expects and (num_new := len(self._tree.keys) - len(self._evictor.withheld)) > 0:
+            self._evictor.withheld.extend(bytes(num_new))
+            self._evictor.asked.extend(bytes(num_new))
         before = parent if parent != NO_PARENT and parent in self._tree else None
         if before is None and parent != NO_PARENT:
             self._tree.insert_orphans(parent, keys, slots)
@@ -296,7 +304,7 @@ class PolicyOrder(EvictionOrder):
 
     def _remove(self, key: ChunkKey) -> None:
         slot, parent = self._tree.remove(key)
-        self._slots.release(slot)
+        self._slots.free_first((slot,))  # else what is expected and dropped would have ever new slots
         self._policy.remove(key, parent)
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
@@ -350,36 +358,38 @@ class PolicyOrder(EvictionOrder):
     def clear(self) -> None:
         """See the base class."""
         unplaced, self._unplaced = self._unplaced, OrderedDict()
-        expected, self._expected = self._expected, OrderedDict()
-        unready, self._states.unready = self._states.unready, set()
-        withheld, self._evictor.withheld = self._evictor.withheld, set()
-        self.stored = _Stored(self._tree, self._states, self._unplaced)
+        self._evictor.withheld, self._evictor.asked = bytearray(), bytearray()
+        self._stored = _Stored(self._tree, self._evictor, self._unplaced)
+        self.stored = self._stored
         self._slots.clear(set())
-        for container in (unplaced, expected, unready, withheld, *self._tree.clear(set()), *self._policy.clear()):
+        for container in (unplaced, *self._tree.clear(set()), *self._policy.clear()):
             self._discarded.add(container)
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
         if self._discarded:
             self._discarded.free(MAX_FREED)
-        if self._expected:
+        if self._stored.num_expected:
             num_checked, self._is_short = _CHECKED_IF_SHORT if self._is_short else _CHECKED, False
-            for key in list(itertools.islice(self._expected, num_checked)):
-                if is_coming(key):
-                    self._expected.move_to_end(key)
-                else:
+            for _ in range(num_checked):
+                slot = self._evictor.withheld.find(1, self._next_checked)
+                self._next_checked = slot + 1
+                if slot < 0:  # it begins again
+                    break
+                key = self._tree.keys[slot]
+                if not is_coming(key):
                     self.drop_expected(key)
 
     def check_invariants(self) -> None:
         """See the base class."""
         self._tree.check_invariants()
-        leaves = {key for key in self._tree.leaves() if key not in self._expected}
-        self._policy.check_invariants(leaves, self._evictor)
-        assert self._states.unready == {self._tree.slot_of[key] for key in self._expected}
-        assert self._evictor.withheld <= self._states.unready
+        expected, evictor = self.expected(), self._evictor
+        self._policy.check_invariants(self._tree.leaves() - expected, evictor)
+        assert len(expected) == self._stored.num_expected == evictor.withheld.count(1), "a free slot is withheld"
+        assert all(waits or not asked for waits, asked in zip(evictor.withheld, evictor.asked, strict=True))
         stored = set(self.stored)
         assert len(stored) == len(self.stored), "a chunk is placed and is not"
-        assert stored.isdisjoint(self._expected), "what is stored is expected"
+        assert stored.isdisjoint(expected), "what is stored is expected"
 
 
 def _of_tier(use: Use) -> Use:
@@ -389,28 +399,36 @@ def _of_tier(use: Use) -> Use:
 
 @final
 class _Stored:
-    """The stored chunks of a `PolicyOrder`."""
+    """The stored chunks of a `PolicyOrder`, or all but the expected ones.
 
-    def __init__(self, tree: PrefixTree, states: ChunkStates, unplaced: OrderedDict[ChunkKey, None]) -> None:
+    Attributes:
+      num_expected: how many are expected.
+    """
+
+    def __init__(self, tree: PrefixTree, evictor: Evictor, unplaced: OrderedDict[ChunkKey, None]) -> None:
         self._tree = tree
-        self._states = states
+        self._evictor = evictor
         self._unplaced = unplaced
+        self.num_expected = 0
+
+    def is_expected(self, slot: int) -> bool:
+        """Whether the chunk in a slot is expected."""
+        return self._evictor.withheld[slot] > 0
 
     def __contains__(self, name: object) -> bool:
         slot = self._tree.slot_of.parts[name[0]].get(name)  # type: ignore[index, call-overload]
         if slot is None:
             return name in self._unplaced
-        return slot not in self._states.unready
+        return not (self.num_expected and self.is_expected(slot))
 
     def __iter__(self) -> Iterator[ChunkKey]:
         yield from self._unplaced
-        unready = self._states.unready
         for name, slot in self._tree.slot_of.items():
-            if slot not in unready:
+            if not (self.num_expected and self.is_expected(slot)):
                 yield name
 
     def __len__(self) -> int:
-        return len(self._tree) - len(self._states.unready) + len(self._unplaced)
+        return len(self._tree) - self.num_expected + len(self._unplaced)
 
 
 def make_order(setting: StorageEvictionPolicy, *, capacity: int, num_above: int, demotes: bool) -> EvictionOrder:

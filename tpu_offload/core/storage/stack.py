@@ -298,9 +298,13 @@ class StorageStackPlanner:
         return first, total_s
 
     def note_promoted(self, tier_id: int, chunks: Mapping[ChunkKey, Use]) -> None:
-        """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them."""
-        for tier in self._tiers[:tier_id]:
-            tier.writes.offer(chunks)
+        """Chunks have come from a tier, and are READY: the nearer ones, which do not have them, may take them.
+
+        So may those that take what the host tier evicts.
+        """
+        for tier in self._tiers:
+            if tier.tier_id < tier_id or tier.writes.demotes:
+                tier.writes.offer(chunks)
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether a chunk is resident, in any tier or on its way to one."""

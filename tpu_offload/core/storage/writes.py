@@ -116,10 +116,10 @@ class StorageWrites:
         self._limit(self._candidates)
 
     def _expect(self, chunks: Mapping[ChunkKey, Use]) -> None:
-        """Chunks were saved: they are written when the host tier evicts them."""
+        """Chunks are in the host tier: those that admission accepts are written when it evicts them."""
         expected: list[WrittenChunk] = []
         for key, use in chunks.items():
-            found = self._index.find((key,))
+            found = self._index.find((key,)) if self._admission.admits(key) else ()
             parent = self._index.parent_in(found[0]) if found else None
             if parent is not None:
                 expected.append((use, key, parent))
@@ -167,7 +167,7 @@ class StorageWrites:
 
     def _offer_admitted(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
-        if self.demotes or not self._admission.depends_on_uses:
+        if not self._admission.depends_on_uses or (self.demotes and not self._records.expects):
             return
         state, admits = self._index.state, self._admission.admits
         admitted = [key for key in keys if admits(key) and state(key) is ChunkState.READY]
