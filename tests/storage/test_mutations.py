@@ -62,7 +62,12 @@ MUTATIONS = (
         "self._index.parent_in(found[0])",
         'ChunkKey(b"")',
     ),
-    Mutation("what is expected counts as stored", "_Stored.__contains__", "slot not in self._states.unready", "True"),
+    Mutation(
+        "what is expected counts as stored",
+        "_Stored.__contains__",
+        "self.num_expected and self.is_expected(slot)",
+        "False",
+    ),
     Mutation(
         "what was expected is not evicted once it is stored",
         "PolicyOrder._publish",
