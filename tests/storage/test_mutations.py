@@ -63,10 +63,7 @@ MUTATIONS = (
         'ChunkKey(b"")',
     ),
     Mutation(
-        "what is expected counts as stored",
-        "_Stored.__contains__",
-        "self.num_expected and self.is_expected(slot)",
-        "False",
+        "what is expected takes room", "_Stored.__len__", "len(self._tree) - self.num_expected", "len(self._tree)"
     ),
     Mutation(
         "what was expected is not evicted once it is stored",
