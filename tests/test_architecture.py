@@ -142,6 +142,12 @@ def test_only_config_reads_the_environment(path):
     assert reads_environment(MODULES[path]) == (path == "config/environment.py")
 
 
+@pytest.mark.parametrize("path", MODULES)
+def test_no_class_is_hidden_from_the_garbage_collector(path):
+    """`mypyc_attr(acyclic=True)`: see `tpu_offload/native.py`."""
+    assert not any(isinstance(node, ast.keyword) and node.arg == "acyclic" for node in ast.walk(MODULES[path]))
+
+
 @pytest.mark.parametrize("path", INITS)
 def test_init_files_re_export_and_nothing_else(path):
     body = MODULES[path].body

@@ -195,6 +195,13 @@ STACKS = {
     "three": [StorageSetup(20), StorageSetup(60, EVICTION, SECOND_SIGHTING), StorageSetup(200, SAVE, AFTER_HIT)],
     "auto of two": [StorageSetup(200), StorageSetup(1500)],
     "density on save": [StorageSetup(60, eviction=StorageEvictionPolicy.DENSITY)],
+    "density at the second sighting": [
+        StorageSetup(120, EVICTION, SECOND_SIGHTING, eviction=StorageEvictionPolicy.DENSITY)
+    ],
+    "density on eviction after a hit": [
+        StorageSetup(60, EVICTION, eviction=StorageEvictionPolicy.DENSITY),
+        StorageSetup(200, EVICTION, AFTER_HIT, eviction=StorageEvictionPolicy.DENSITY),
+    ],
     "density;auto": [StorageSetup(25, EVICTION, eviction=StorageEvictionPolicy.DENSITY), StorageSetup(120)],
     **{
         policy.value: [StorageSetup(30, eviction=policy), StorageSetup(100, EVICTION, eviction=policy)]

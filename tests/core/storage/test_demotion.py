@@ -357,23 +357,25 @@ def test_what_is_admitted_later_is_known_then():
 
 
 def test_a_far_tier_knows_what_comes_from_a_near_one():
-    """It had not admitted it before, so it gets it when the host tier evicts it again."""
+    """It had not admitted it before, so it gets it when the host tier evicts it again, though nobody has loaded it."""
     engine = StorageEngine(
-        num_host_chunks=8,
+        num_host_chunks=16,  # of which a quarter is for the reads of one tier
         sizes=(64, 64),
         storage_write_on=["eviction", "eviction"],
-        storage_admission=["all", "after_hit"],
+        storage_admission=["all", "second_sighting"],
         storage_eviction_policy=["density", "density"],
     )
-    for tokens in (A, B, C, A):
-        engine.match("reader", tokens)
-        engine.rest()
-        engine.scheduler.finish("reader")
+    for tokens in (A, B, C, prompt(4), prompt(5)):
         engine.fill(tokens)
     near, far = storage_planners(engine.scheduler)
-    assert set(near.stored_keys()) >= set(engine.keys(A))
-    assert not set(engine.keys(A)).intersection(far.stored_keys())
-    assert set(engine.keys(A)[:2]) <= expected_chunks(far), "those that a request has loaded"
+    assert set(near.stored_keys()) == set(engine.keys(A))
+    assert far.stored_keys() == []
+    engine.match("reader", A)
+    engine.rest()
+    engine.scheduler.finish("reader")
+    assert set(slot_of_chunk(engine.scheduler)) >= set(engine.keys(A))
+    assert expected_chunks(far) == set(engine.keys(A))
+    assert not expected_chunks(near).intersection(engine.keys(A)), "it has them"
 
 
 def test_what_the_host_tier_has_lost_is_forgotten_in_time():

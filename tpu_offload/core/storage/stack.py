@@ -6,8 +6,9 @@ So a tier that is dead, frozen or full changes nothing for the others.
 
 What they do together: a lookup is answered by the nearest tier that has the next chunk and can read it now; tiers whose
 reads hang are tried last. The tier reads the run of chunks that it has; the next run may come from another one. What
-has come from a far tier is offered to the nearer ones, as if it had been saved. A request waits once for all of them.
-Of several shared tiers only the nearest is asked what other engines have stored.
+has come from a tier is offered, as if it had been saved, to the nearer ones and to those that take what the host tier
+evicts. A request waits once for all of them. Of several shared tiers only the nearest is asked what other engines have
+stored.
 """
 
 import itertools

@@ -103,7 +103,7 @@ class StorageWrites:
         self._offer_admitted(use, keys)
 
     def offer(self, chunks: Mapping[ChunkKey, Use]) -> None:
-        """Makes chunks, saved for these uses, candidates for a cascade, as far as admission accepts them."""
+        """Chunks are in the host tier for these uses: admitted ones are candidates for a cascade, or expected."""
         if self.demotes:
             if self._records.expects:
                 self._expect(chunks)
@@ -166,7 +166,7 @@ class StorageWrites:
             self._counts.dropped_cascade_chunks += 1
 
     def _offer_admitted(self, use: Use, keys: Sequence[ChunkKey]) -> None:
-        """Makes chunks candidates that admission accepts now, and had rejected when they were saved."""
+        """Offers chunks that admission accepts now, and had rejected when they were saved."""
         if not self._admission.depends_on_uses or (self.demotes and not self._records.expects):
             return
         state, admits = self._index.state, self._admission.admits
