@@ -34,7 +34,8 @@ from tpu_offload.config import StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.policies.density import DensityPolicy
-from tpu_offload.core.storage.eviction import AUTO_RATIO, EvictionOrder, WrittenChunk, make_order
+from tpu_offload.core.storage.eviction import AUTO_RATIO, make_order
+from tpu_offload.core.storage.eviction_order import EvictionOrder, WrittenChunk
 from tpu_offload.core.storage.writes import MAX_CASCADES
 from tpu_offload.sim import StorageSetup, TierSetup, Trace, read_traces, replay
 from tpu_offload.types import ChunkKey
@@ -162,7 +163,9 @@ def _cost(policy: str, num_chunks: int, prompt_chunks: int, write_on: str) -> di
     num_host = num_chunks // AUTO_RATIO if demotes else 0
     gc.collect()
     before = process.memory_info().rss
-    order = make_order(StorageEvictionPolicy(policy), capacity=num_chunks, num_above=num_host, demotes=demotes)
+    order = make_order(
+        StorageEvictionPolicy(policy), capacity=num_chunks, num_above=num_host, demotes=demotes, label=""
+    )
     host: deque[list[WrittenChunk]] = deque()
     total_s = evict_s = 0.0
     num_written = use_id = 0

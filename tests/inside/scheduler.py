@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tpu_offload.core.policies import PriorityPolicy, Use
-from tpu_offload.core.storage.eviction import PolicyOrder
+from tpu_offload.core.storage.policy_order import PolicyOrder
 
 if TYPE_CHECKING:  # at run time the tests of the scheduler need no jax
     from tpu_offload import OffloadScheduler

@@ -15,7 +15,8 @@ from tpu_offload.config import StorageAdmission, StorageEvictionPolicy, StorageW
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
-from tpu_offload.core.storage.eviction import WrittenChunk, make_order
+from tpu_offload.core.storage.eviction import make_order
+from tpu_offload.core.storage.eviction_order import WrittenChunk
 from tpu_offload.core.storage.writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 
@@ -60,7 +61,13 @@ class StorageTier:
         self._capacity = min(setup.num_chunks, num_blocks)
         self._admission = AdmissionFilter(setup.admission, self._capacity)
         self.demotes = setup.write_on is StorageWriteEvent.HOST_EVICTION
-        self._order = make_order(setup.eviction, capacity=setup.num_chunks, num_above=num_above, demotes=self.demotes)
+        self._order = make_order(
+            setup.eviction,
+            capacity=setup.num_chunks,
+            num_above=num_above,
+            demotes=self.demotes,
+            label="the simulated tier",
+        )
         self._parents = parents
         self._newest = Use(-1)
         self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()  # to write, and who saved them; oldest first
@@ -80,7 +87,7 @@ class StorageTier:
     def observe(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
         """A request contains these chunks, of which the host tier has the first."""
         self._newest = use
-        self._order.use(use, keys)
+        self._order.begin(use, keys, num_in_host)
         self._admission.observe(keys)
         self._offer_admitted(use, keys[:num_in_host])
 

@@ -13,7 +13,9 @@ from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.storage.eviction import PolicyOrder, RecencyOrder, make_order
+from tpu_offload.core.storage.eviction import make_order
+from tpu_offload.core.storage.eviction_order import RecencyOrder
+from tpu_offload.core.storage.policy_order import PolicyOrder
 from tpu_offload.types import ChunkKey
 
 
@@ -43,7 +45,7 @@ def test_every_built_in_policy_can_be_set():
     ("capacity", "demotes", "learns"), [(50, False, True), (49, False, False), (20, True, True), (19, True, False)]
 )
 def test_auto_is_density_in_large_tiers(capacity, learns, demotes):
-    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes)
+    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes, label="a tier")
     assert isinstance(order, PolicyOrder) == learns
     assert order.expects == (learns and demotes)
 

@@ -101,7 +101,7 @@ class StoragePlanner:
     def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         if not first:  # the request counts once, and what it computes when it is written
-            self.records.use(use, keys)
+            self.records.begin(use, keys)
         self.writes.observe(use, keys, first)
 
     @property

@@ -11,7 +11,8 @@ from typing import final
 from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.policies import Use
-from tpu_offload.core.storage.eviction import EvictionOrder, Names, RecencyOrder, WrittenChunk, make_order
+from tpu_offload.core.storage.eviction import make_order
+from tpu_offload.core.storage.eviction_order import EvictionOrder, Names, RecencyOrder, WrittenChunk
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
@@ -58,7 +59,9 @@ class StoredRecords:
         self._order: EvictionOrder = RecencyOrder()
         if not self._has_pieces:
             demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
-            self._order = make_order(tier.eviction_policy, capacity=capacity, num_above=num_above, demotes=demotes)
+            self._order = make_order(
+                tier.eviction_policy, capacity=capacity, num_above=num_above, demotes=demotes, label=tier.label
+            )
         self.writing: set[ChunkKey] = set()
         self.promoting: set[ChunkKey] = set()
         self.to_delete: Keys = OrderedDict()
@@ -182,6 +185,11 @@ class StoredRecords:
         self.remove(name)
         if not self.is_shared:
             self.to_delete[name] = None
+
+    def begin(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """A request uses this prefix, before anything of it is read or written. O(keys)."""
+        num_in_host = len(self._index.find(keys)) if self._order.compares else 0
+        self._order.begin(use, keys, num_in_host)
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request uses the chunks of this prefix that are stored. O(keys)."""

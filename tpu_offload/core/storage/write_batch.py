@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import final
 
-from tpu_offload.core.storage.eviction import WrittenChunk
+from tpu_offload.core.storage.eviction_order import WrittenChunk
 from tpu_offload.core.storage.records import Keys, StoredRecords
 from tpu_offload.types import ChunkKey
 

@@ -21,7 +21,7 @@ from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
-from tpu_offload.core.storage.eviction import WrittenChunk
+from tpu_offload.core.storage.eviction_order import WrittenChunk
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import Keys, StoredRecords
 from tpu_offload.core.storage.write_batch import WriteBatch

@@ -1,0 +1,156 @@
+"""In which order the records of a storage tier are evicted: what each order does, and least recently used first."""
+
+import abc
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Protocol, final
+
+from tpu_offload.core.policies import Use
+from tpu_offload.types import ChunkKey
+
+type WrittenChunk = tuple[Use, ChunkKey, ChunkKey]
+"""The use of the request that saved a chunk, the chunk, and the one before it in its prefix, or `NO_PARENT`."""
+
+
+class Names(Protocol):
+    """Names of records."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[ChunkKey]: ...
+
+    def __len__(self) -> int: ...
+
+
+class EvictionOrder(abc.ABC):
+    """The stored records of one tier, in the order in which they are evicted.
+
+    Attributes:
+      stored: all of them, as they are at any time.
+      expects: whether `expect` is of use.
+      compares: whether `begin` has to be told what the host tier has.
+    """
+
+    stored: Names
+    expects: bool = False
+    compares: bool = False
+
+    @abc.abstractmethod
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks are in the host tier, and are written when it evicts them; of each prefix the head first."""
+
+    @abc.abstractmethod
+    def drop_expected(self, name: ChunkKey) -> None:
+        """A chunk that may be expected is not written."""
+
+    @abc.abstractmethod
+    def add(self, name: ChunkKey) -> None:
+        """A record is stored of which nothing else is known; of several the least recently used is added first."""
+
+    @abc.abstractmethod
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """Chunks were written, of each prefix the head first."""
+
+    @abc.abstractmethod
+    def remove(self, name: ChunkKey) -> None:
+        """A stored record is not stored any more."""
+
+    def begin(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+        """A request uses this prefix, before anything of it is read or written.
+
+        Args:
+          use: its use.
+          keys: all chunks of its prompt.
+          num_in_host: how many of the first the host tier has, if it `compares`.
+        """
+        self.use(use, keys)
+
+    @abc.abstractmethod
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """A request uses this prefix; those that are not stored are skipped."""
+
+    @abc.abstractmethod
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """Records were read, the last one last."""
+
+    @abc.abstractmethod
+    def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
+        """Removes so many records, or fewer if `kept` are in the way; returns them, in order."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Nothing is stored."""
+
+    @abc.abstractmethod
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
+        """Frees some of the memory that `clear` has left, for a millisecond; called in every step.
+
+        Args:
+          is_coming: whether an expected chunk is still in the host tier or on its way from it. A few are asked about:
+            those that the host tier has lost are dropped in this way.
+        """
+
+    @abc.abstractmethod
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless it is consistent. For tests."""
+
+
+@final
+class RecencyOrder(EvictionOrder):
+    """Least recently used first. Of a prefix the head counts as used last, so that its tail is evicted before it."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.stored = self._names
+
+    def add(self, name: ChunkKey) -> None:
+        """See the base class."""
+        self._names[name] = None
+
+    def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+        for _, key, _ in reversed(chunks):
+            self._names[key] = None
+
+    def remove(self, name: ChunkKey) -> None:
+        """See the base class."""
+        del self._names[name]
+
+    def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+        """See the base class. O(keys)."""
+        if self._names:
+            self.touch(reversed(keys))
+
+    def touch(self, names: Iterable[ChunkKey]) -> None:
+        """See the base class."""
+        own = self._names
+        for name in names:
+            if name in own:
+                own.move_to_end(name)
+
+    def evict(self, num_records: int, kept: Container[ChunkKey]) -> Sequence[ChunkKey]:
+        """See the base class. Stops at one that is kept: those after it were used later, so most are in flight too."""
+        evicted: list[ChunkKey] = []
+        while len(evicted) < num_records and self._names:
+            name = next(iter(self._names))
+            if name in kept:
+                break
+            del self._names[name]
+            evicted.append(name)
+        return evicted
+
+    def clear(self) -> None:
+        """See the base class."""
+        self._names.clear()
+
+    def expect(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+
+    def drop_expected(self, name: ChunkKey) -> None:
+        """See the base class."""
+
+    def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
+        """See the base class."""
+
+    def check_invariants(self) -> None:
+        """See the base class."""
