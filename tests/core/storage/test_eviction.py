@@ -1,7 +1,6 @@
 """Which records of a storage tier are evicted first."""
 
 import gc
-import hashlib
 import random
 from collections import deque
 from typing import Any
@@ -9,28 +8,16 @@ from typing import Any
 import pytest
 
 from tests.core.policies.told import ToldPolicy
+from tests.core.storage.prefixes import prefix, written
 from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
 from tpu_offload.core.policies.runs import Run
+from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
 from tpu_offload.core.storage.eviction import make_order
 from tpu_offload.core.storage.eviction_order import RecencyOrder
 from tpu_offload.core.storage.policy_order import PolicyOrder
 from tpu_offload.types import ChunkKey
-
-
-def prefix(*names):
-    """Chunks whose keys depend on all before them; each name is a chunk."""
-    keys = []
-    digest = b""
-    for name in names:
-        digest = hashlib.sha256(digest + str(name).encode()).digest()[:16]
-        keys.append(ChunkKey(digest))
-    return keys
-
-
-def written(use, keys):
-    return [(use, key, keys[i - 1] if i else NO_PARENT) for i, key in enumerate(keys)]
 
 
 def make(policy, capacity=100, *, num_expected=0):
@@ -42,12 +29,21 @@ def test_every_built_in_policy_can_be_set():
 
 
 @pytest.mark.parametrize(
-    ("capacity", "demotes", "learns"), [(50, False, True), (49, False, False), (20, True, True), (19, True, False)]
+    ("capacity", "demotes", "kind"),
+    [
+        (50, False, PolicyOrder),
+        (49, False, AdaptiveOrder),
+        (1, False, AdaptiveOrder),
+        (20, True, PolicyOrder),
+        (19, True, RecencyOrder),
+    ],
 )
-def test_auto_is_density_in_large_tiers(capacity, learns, demotes):
+def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
+    caplog.set_level("INFO")
     order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes, label="a tier")
-    assert isinstance(order, PolicyOrder) == learns
-    assert order.expects == (learns and demotes)
+    assert isinstance(order, kind)
+    assert "a tier evicts by " in caplog.text
+    assert order.expects == (demotes and kind is PolicyOrder)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

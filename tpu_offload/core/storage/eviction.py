@@ -7,6 +7,8 @@ Other records are evicted least recently used first: those of a model with windo
 only with a checkpoint, and those of a tier that other engines share, where nothing is evicted but what is known of it.
 """
 
+import logging
+
 from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.policies import POLICIES, PriorityPolicy
 from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
@@ -20,6 +22,8 @@ In a smaller tier it would keep what the host tier, by the same policy, keeps as
 """
 AUTO_RATIO_IF_DEMOTED = 2
 """Likewise where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
+
+_logger = logging.getLogger(__name__)
 
 
 def make_order(
@@ -42,7 +46,9 @@ def make_order(
         else:
             both = (StorageEvictionPolicy.LRU, StorageEvictionPolicy.DENSITY)
             orders = {policy.value: _make(policy, capacity, num_expected=0) for policy in both}
+            _logger.info("%s evicts by %s, and by %s when that is found to be better", label, *orders)
             return AdaptiveOrder(orders, capacity, label=label)
+    _logger.info("%s evicts by %s", label, setting.value)
     return _make(setting, capacity, num_expected=num_above if demotes else 0)
 
 

@@ -4,6 +4,7 @@ A record is a chunk of full attention, a chunk of a window, or a part of a state
 and the size of a tier and its bound on what is in flight count records.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -17,6 +18,8 @@ from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
 Keys = OrderedDict[ChunkKey, None]
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -56,11 +59,16 @@ class StoredRecords:
             self._num_parts.append(context.config.records_per_state(context.layout))
         self.capacity = capacity
         self.max_in_flight = max_in_flight
+        self._label = f"storage tier {tier.label}"
         self._order: EvictionOrder = RecencyOrder()
         if not self._has_pieces:
             demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
             self._order = make_order(
-                tier.eviction_policy, capacity=capacity, num_above=num_above, demotes=demotes, label=tier.label
+                tier.eviction_policy,
+                capacity=capacity,
+                num_above=num_above,
+                demotes=demotes,
+                label=self._label,
             )
         self.writing: set[ChunkKey] = set()
         self.promoting: set[ChunkKey] = set()
@@ -130,6 +138,7 @@ class StoredRecords:
         """Other engines use the tier, too."""
         if not self.is_shared:
             self.is_shared, before = True, self._order
+            _logger.info("%s is shared with other engines: what is known of it is evicted by lru", self._label)
             self._order = RecencyOrder()
             for name in before.stored:
                 self._order.add(name)

@@ -1,0 +1,263 @@
+"""The better of two orders of eviction of a storage tier."""
+
+import itertools
+import logging
+import random
+
+import pytest
+
+from tests.core.storage.prefixes import prefix, written
+from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
+from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
+from tpu_offload.core.storage.eviction_order import RecencyOrder
+from tpu_offload.core.storage.policy_order import PolicyOrder
+
+
+class NewestFirstPolicy(EvictionPolicy):
+    """Evicts the prefix that was saved last: right for loops, and wrong for nearly all else."""
+
+    def __init__(self):
+        self._tails = {}
+
+    def insert(self, use, keys, parent, depth):
+        self._tails[keys[-1]] = None
+
+    def touch(self, use, keys, num_chunks, residents):
+        pass
+
+    def remove(self, key, parent):
+        self._tails.pop(key, None)
+        if parent is not None:
+            self.became_leaf(parent)
+
+    def became_leaf(self, key):
+        self._tails.setdefault(key, None)
+
+    def clear(self):
+        tails, self._tails = self._tails, {}
+        return [tails]
+
+    def evict(self, num_chunks, residents):
+        for key in list(reversed(self._tails)):
+            if num_chunks <= 0:
+                break
+            del self._tails[key]
+            num_evicted, stopped_at = residents.evict_tail(key, num_chunks, until=self._tails)
+            num_chunks -= num_evicted
+            if stopped_at is not None and residents.is_leaf(stopped_at):
+                self._tails.setdefault(stopped_at, None)
+
+    def check_invariants(self, leaves, residents):
+        assert all(key in self._tails for key in leaves)
+
+
+def make(capacity):
+    return make_with(POLICIES["density"], capacity)
+
+
+def make_with(cls, capacity):
+    name = "newest" if cls is NewestFirstPolicy else "density"
+    orders = {"lru": RecencyOrder(), name: PolicyOrder(PriorityPolicy(cls), capacity)}
+    return AdaptiveOrder(orders, capacity, label="the tier")
+
+
+class Tiers:
+    """A storage tier below a host tier of the chunks that were used last; everything is written when it is saved."""
+
+    def __init__(self, order, capacity, *, num_host=0):
+        self.order, self.capacity, self.num_host = order, capacity, num_host
+        self.host: dict[bytes, None] = {}
+        self.use_ids = itertools.count()
+        self.num_hits = 0
+
+    def serve(self, keys, *, kept=()):
+        use = Use(next(self.use_ids))
+        in_host = sum(itertools.takewhile(bool, (key in self.host for key in keys)))
+        self.order.begin(use, keys, in_host)
+        rest = keys[in_host:]
+        self.num_hits += sum(itertools.takewhile(bool, (key in self.order.stored for key in rest)))
+        new = [chunk for chunk in written(use, keys)[in_host:] if chunk[1] not in self.order.stored]
+        self.order.evict(len(self.order.stored) + len(new) - self.capacity, kept)
+        self.order.add_written(new[: self.capacity - len(self.order.stored)])
+        self.order.use(use, keys)
+        for key in reversed(keys):
+            self.host.pop(key, None)
+            self.host[key] = None
+        while len(self.host) > self.num_host:
+            del self.host[next(iter(self.host))]
+
+
+def loop(num_prompts, num_turns, length=10):
+    """Prompts that return in turn: the least recently used is the next one."""
+    prompts = [prefix(f"loop {number}", *range(1, length)) for number in range(num_prompts)]
+    return prompts * num_turns
+
+
+def recent(num_prompts, length=10, seed=0):
+    """Prompts that return twice, soon after the first time, and never later, and many that do not return."""
+    rng = random.Random(seed)
+    coming: list[tuple[float, int, int]] = []
+    for number in range(num_prompts):
+        coming.append((number, number, 0))
+        if number % 2:
+            coming.extend((number + 1 + 10 * rng.random(), number, turn) for turn in (1, 2))
+    return [prefix(f"recent {number}", *range(1, length)) for _, number, _ in sorted(coming)]
+
+
+def num_hits(order, capacity, prompts, **kwargs):
+    tiers = Tiers(order, capacity, **kwargs)
+    for keys in prompts:
+        tiers.serve(keys)
+    order.check_invariants()
+    return tiers.num_hits
+
+
+def test_a_loop_that_is_longer_than_the_tier_is_not_for_lru(caplog):
+    caplog.set_level(logging.INFO)
+    prompts = loop(60, 40)
+    order = make(300)
+    assert num_hits(RecencyOrder(), 300, prompts) == 0
+    best = num_hits(PolicyOrder(PriorityPolicy(POLICIES["density"]), 300), 300, prompts)
+    assert best > 6000
+    assert num_hits(order, 300, prompts) > 0.85 * best
+    assert (order.followed, order.num_switches) == ("density", 1)
+    assert "the tier evicts by density from now on: it would have found " in caplog.text
+    assert "chunks more than lru" in caplog.text
+
+
+def test_what_the_host_tier_has_does_not_count():
+    """Beside a host tier that has the whole loop no order finds anything."""
+    order = make(300)
+    assert num_hits(order, 300, loop(60, 40), num_host=600) == 0
+    assert order.num_switches == 0
+
+
+def test_it_goes_back_when_the_traffic_changes():
+    order = make_with(NewestFirstPolicy, 300)
+    tiers = Tiers(order, 300)
+    for number, (prompts, best) in enumerate(
+        ((loop(60, 40), "newest"), (recent(3000), "lru"), (loop(60, 40), "newest"))
+    ):
+        for keys in prompts:
+            tiers.serve(keys)
+        order.check_invariants()
+        assert (order.followed, order.num_switches) == (best, number + 1)
+
+
+def test_it_stays_where_both_find_the_same():
+    order = make(300)
+    rng = random.Random(0)
+    prompts = [prefix(f"same {number}", *range(1, 10)) for number in range(25)]  # all fit
+    num_hits(order, 300, [rng.choice(prompts) for _ in range(2000)])
+    assert (order.followed, order.num_switches) == ("lru", 0)
+
+
+@pytest.mark.parametrize("prompts", [loop(60, 40), recent(3000)], ids=["loop", "recent"])
+@pytest.mark.parametrize("policy", ["density", "newest"])
+def test_it_is_nearly_as_good_as_the_better_one(prompts, policy):
+    cls = NewestFirstPolicy if policy == "newest" else POLICIES[policy]
+    alone = [num_hits(order, 300, prompts) for order in (RecencyOrder(), PolicyOrder(PriorityPolicy(cls), 300))]
+    assert num_hits(make_with(cls, 300), 300, prompts) > 0.9 * max(alone)
+
+
+def test_what_the_followed_order_does_not_hold_goes_first():
+    order = make_with(NewestFirstPolicy, 4)
+    a, b, c = (prefix(name, 1) for name in "abc")
+    tiers = Tiers(order, 4)
+    for keys in (a, b, c):
+        tiers.serve(keys)
+    # By recency b and c are left; newest first evicts b, which is the newest when c comes.
+    assert set(order.stored) == {*b, *c}
+    order.check_invariants()
+    while order.followed == "lru":  # newest first has found a
+        order.begin(Use(next(tiers.use_ids)), a, 0)
+    order.check_invariants()
+    assert order.evict(2, ()) == b[::-1]
+    assert order.evict(2, ()) == c[::-1]
+    order.check_invariants()
+
+
+def test_what_is_being_read_is_kept():
+    order = make_with(NewestFirstPolicy, 4)
+    tiers = Tiers(order, 4)
+    a, b, c = (prefix(name, 1) for name in "abc")
+    for keys in (a, b, c):
+        tiers.serve(keys)
+    while order.followed == "lru":
+        order.begin(Use(next(tiers.use_ids)), a, 0)
+    assert order.evict(4, {b[1], *c}) == [b[0]], "surplus is in any order"
+    order.check_invariants()
+    assert order.evict(4, ()) == [b[1], *c[::-1]]
+
+
+def test_what_a_restart_finds_goes_first_until_it_is_used():
+    order = make(100)
+    old, new = prefix(*"abcd"), prefix(*"efgh")
+    for key in old[::-1]:
+        order.add(key)
+    order.add(old[0])
+    order.add_written(written(Use(0), new))
+    order.check_invariants()
+    assert set(order.stored) == {*old, *new}
+    assert order.evict(2, ()) == old[:1:-1]
+    order.begin(Use(1), old, 0)
+    order.check_invariants()
+    assert order.evict(4, ()) == new[::-1]
+
+
+def test_a_lost_chunk_is_gone_from_both():
+    order = make(4)
+    a = prefix(*range(4))
+    order.add_written(written(Use(0), a))
+    order.remove(a[1])
+    order.check_invariants()
+    order.add_written(written(Use(1), a)[1:2])
+    order.check_invariants()
+    assert set(order.evict(4, ())) == {*a}
+    assert order.evict(1, ()) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_calls(seed):
+    rng = random.Random(seed)
+    capacity = rng.choice((1, 5, 40, 200))
+    order = make_with(rng.choice((NewestFirstPolicy, *POLICIES.values())), capacity)
+    use_id = 0
+    prompts = [prefix(rng.randrange(3), *(rng.randrange(2) for _ in range(rng.randrange(1, 12)))) for _ in range(30)]
+    for _ in range(600):
+        keys = rng.choice(prompts)
+        action = rng.randrange(20)
+        use = Use(rng.randint(max(0, use_id - 3), use_id), rng.choice((0, 0, 0, -1)))
+        if action < 8:
+            use_id += 1
+            order.begin(Use(use_id), keys, rng.choice((0, 0, rng.randrange(len(keys) + 1))))
+            order.check_invariants()
+            order.use(Use(use_id), keys)
+        elif action < 16:
+            new = [chunk for chunk in written(use, keys) if chunk[1] not in order.stored and rng.random() < 0.9]
+            new = new[: rng.randrange(1, 9)]
+            before = set(order.stored)
+            kept = set(rng.sample(sorted(before), min(len(before), rng.randrange(4))))
+            short = len(before) + len(new) - capacity
+            evicted = order.evict(short, kept)
+            assert len(evicted) <= max(0, short)
+            assert not kept.intersection(evicted)
+            assert before - set(evicted) == set(order.stored)
+            order.add_written(new[: capacity - len(order.stored)])
+        elif action < 17 and order.stored:
+            order.remove(rng.choice(sorted(order.stored)))
+        elif action < 18:
+            for key in keys:
+                if len(order.stored) < capacity:
+                    order.add(key)
+        elif action == 18:
+            order.touch([key for key in keys if key in order.stored])
+        elif rng.random() < 0.1:
+            order.clear()
+            order.tidy(lambda key: True)
+            assert not order.stored
+        assert len(order.stored) <= capacity
+        order.check_invariants()
+    num_left = len(order.stored)
+    assert len(order.evict(capacity, ())) == num_left
+    assert not order.stored, "a chunk that nothing evicts"
