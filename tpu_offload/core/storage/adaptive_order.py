@@ -22,13 +22,14 @@ from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.eviction_order import EvictionOrder, WrittenChunk
 from tpu_offload.types import ChunkKey
 
-_SIGMAS = 2.0
-"""How far the other order has to be ahead, in standard deviations of the difference.
+_COST = 0.5
+"""How far the other order has to be ahead, as a share of the chunks that it holds and the tier does not.
 
-With 3 the default followed `density` later and gained 0.002 less in tiers of two to four times the host tier; with 1 it
-went back and forth on the hour of chats and lost 0.005 there (docs/tiers.md).
+To follow it costs at most as many: each is found missing once, and written. With 0 the simulated tiers lost up to 0.009
+by changes that gained nothing, with 0.25 or 1 the same in fewer cases (docs/tiers.md).
 """
-_HALF_LIFE = 16.0  # of what was found, in capacities of the tier that were written since
+_SIGMAS = 1.0  # likewise, in standard deviations of the difference; as good with 1.5, 2 changes too late
+_HALF_LIFE = 16.0  # of what was found, in capacities of the tier that were written since; as good with 8 or 32
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class AdaptiveOrder(EvictionOrder):
             return
         self._lead = max(0.0, self._lead + found_by_other - found)
         self._variance += (found_by_other - found) ** 2
-        if self._lead > _SIGMAS * math.sqrt(self._variance):
+        if self._lead > max(_SIGMAS * math.sqrt(self._variance), _COST * self._other.num_missing(len(self._names))):
             _logger.info(
                 "%s evicts by %s from now on: it would have found %d chunks more than %s",
                 self._label, self._other.name, round(self._lead), self._followed.name,
@@ -202,6 +203,10 @@ class _SimulatedOrder:
         stored = self.order.stored
         has = (key in stored for key in itertools.islice(keys, first, None))
         return sum(itertools.takewhile(bool, has))
+
+    def num_missing(self, num_stored: int) -> int:
+        """How many of the chunks that it holds are not stored."""
+        return len(self.order.stored) - (num_stored - len(self.surplus))
 
     def write_missing(self, use: Use, keys: Sequence[ChunkKey], first: int, stored: Container[ChunkKey]) -> None:
         """A request saves the chunks from `first` on that storage lacks: here also those that the tier has."""
