@@ -5,9 +5,9 @@ and each pair of sizes, the hit rates of host tier and storage together after th
 worse each policy is than `lru`, where a hit in storage counts 1 and where it counts less (`--storage-worth`).
 
 `--cost` fills a tier with prompts that never return, several times over, as the scheduler does: each is used, written
-in batches of 8 chunks, for each of which as many are evicted, and used again at its end. With `--write-on eviction` it
-is written when a host tier of a fifth of the size evicts it, as least recently used. Memory is what the process has
-grown by, names of records included; CPU time is per chunk.
+in batches of 8 chunks, for each of which as many are evicted, and used again at its end. With `auto` the host tier is
+half as large. With `--write-on eviction` it is written when a host tier of a fifth of the size evicts it, as least
+recently used. Memory is what the process has grown by, names of records included; CPU time is per chunk.
 
   python benchmarks/bench_storage_eviction.py --sizes 0.02:0.1 0.05:0.2 --json eviction.json
   python benchmarks/bench_storage_eviction.py --cost --num-chunks 1000000
@@ -164,7 +164,11 @@ def _cost(policy: str, num_chunks: int, prompt_chunks: int, write_on: str) -> di
     gc.collect()
     before = process.memory_info().rss
     order = make_order(
-        StorageEvictionPolicy(policy), capacity=num_chunks, num_above=num_host, demotes=demotes, label=""
+        StorageEvictionPolicy(policy),
+        capacity=num_chunks,
+        num_above=num_host or num_chunks // 2,
+        demotes=demotes,
+        label="the tier",
     )
     host: deque[list[WrittenChunk]] = deque()
     total_s = evict_s = 0.0
@@ -207,7 +211,7 @@ def _serve(
     """
     evict_s = 0.0
     chunks = [(use, key, keys[i - 1] if i else NO_PARENT) for i, key in enumerate(keys)]
-    order.use(use, keys)
+    order.begin(use, keys, 0)
     if num_host:
         order.expect(chunks)
         host.append(chunks)

@@ -201,8 +201,10 @@ class _SimulatedOrder:
     def num_found(self, keys: Sequence[ChunkKey], first: int) -> int:
         """How many of the chunks from `first` on it has, up to the first one that it lacks."""
         stored = self.order.stored
-        has = (key in stored for key in itertools.islice(keys, first, None))
-        return sum(itertools.takewhile(bool, has))
+        for i in range(first, len(keys)):
+            if keys[i] not in stored:
+                return i - first
+        return len(keys) - first
 
     def num_missing(self, num_stored: int) -> int:
         """How many of the chunks that it holds are not stored."""
