@@ -33,7 +33,9 @@ def test_every_built_in_policy_can_be_set():
     [
         (50, False, PolicyOrder),
         (49, False, AdaptiveOrder),
-        (1, False, AdaptiveOrder),
+        (10, False, AdaptiveOrder),
+        (9, False, RecencyOrder),
+        (1, False, RecencyOrder),
         (20, True, PolicyOrder),
         (19, True, RecencyOrder),
     ],
