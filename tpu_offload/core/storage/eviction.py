@@ -18,8 +18,8 @@ from tpu_offload.core.storage.policy_order import PolicyOrder
 AUTO_RATIO = 5
 """From which ratio of a tier to what is above it on density was not worse in the simulator (docs/tiers.md).
 
-In a smaller tier, written on save, it keeps what the host tier, by the same policy, keeps as well: there it depends on the
-traffic whether lru is better.
+In a smaller tier, written on save, it keeps what the host tier, by the same policy, keeps as well: there it depends on
+the traffic whether lru is better.
 """
 AUTO_RATIO_IF_DEMOTED = 2
 """Likewise where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
