@@ -246,25 +246,25 @@ def test_the_same_with_storage(tmp_path, stack, name, hbm, save_on):
     assert stats.failed_storage_chunks == stats.num_failed_jobs == 0
 
 
-def test_the_same_where_storage_changes_its_policy(tmp_path, caplog):
+@pytest.mark.parametrize("sizes", [(100,), (60, 130)])
+def test_the_same_where_storage_changes_its_policy(tmp_path, caplog, sizes):
     """Documents that return in turn, more than fit: `auto` leaves `lru` for `density`."""
     caplog.set_level("INFO")
     trace = make_trace(tmp_path, [[f"{document} {i}" for i in range(10)] for document in range(20)] * 25)
-    storage = (StorageSetup(100),)
+    storage = tuple(map(StorageSetup, sizes))
     engine = Engine(POLICIES["lru"], num_chunks=40, storage=storage)
     loaded = []
     for number, request in enumerate(trace.requests):
         loaded.append(engine.serve(f"r{number}", hashes_of(trace, request.blocks[-1]), num_hbm_blocks=0))
     outcome = replay(trace, POLICIES["lru"](), TierSetup(40, storage=storage))
-    assert list(outcome.storage[0].hits) == loaded
-    assert outcome.storage[0].num_written == engine.scheduler.tier_stats()[0].cascaded_chunks
+    assert [sum(hits) for hits in zip(*(tier.hits for tier in outcome.storage), strict=True)] == loaded
+    num_written = [tier.num_written for tier in outcome.storage]
+    assert num_written == [tier.cascaded_chunks for tier in engine.scheduler.tier_stats()]
     assert sum(loaded[-100:]) > 300
-    (real, real_found), (simulated, simulated_found) = (
-        text.split(" evicts by density from now on: ") for text in caplog.messages if "from now on" in text
-    )
-    assert real.startswith("storage tier 0:")
-    assert simulated == "the simulated tier"
-    assert real_found == simulated_found
+    changes = [text.split(" evicts by density from now on: ") for text in caplog.messages if "from now on" in text]
+    real = [found for name, found in changes if name.startswith("storage tier ")]
+    assert real
+    assert real == [found for name, found in changes if name == "the simulated tier"]
 
 
 @pytest.mark.parametrize("stack", ["one", "one on eviction", "two", "eviction;save"])

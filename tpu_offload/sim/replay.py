@@ -129,8 +129,11 @@ class _Replay:
         use = next(self._uses).replace(num_in_hbm=in_hbm, num_in_storage=self._num_stored(keys))
         saves.observe(use, keys)
         in_host = host.find(keys)
+        found_above = in_host
         for tier in self._storage:
-            tier.observe(use, keys, in_host)
+            found = found_above + len(tier.leading(itertools.islice(keys, found_above, None)))
+            tier.observe(use, keys, in_host, found_above)
+            found_above = found
         self._host_hits.append(max(in_hbm, in_host) - in_hbm)
         if self._storage:
             in_host = self._read_storage(use, keys, in_hbm=in_hbm, in_host=in_host)

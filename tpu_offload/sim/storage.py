@@ -84,10 +84,10 @@ class StorageTier:
 
     # What may be written.
 
-    def observe(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
-        """A request contains these chunks, of which the host tier has the first."""
+    def observe(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int, num_above: int) -> None:
+        """A request contains these chunks, of which the host tier has the first, nearer tiers possibly more."""
         self._newest = use
-        self._order.begin(use, keys, num_in_host)
+        self._order.begin(use, keys, num_above)
         self._admission.observe(keys)
         self._offer_admitted(use, keys[:num_in_host])
 

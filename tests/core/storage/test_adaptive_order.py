@@ -160,34 +160,161 @@ def test_it_is_nearly_as_good_as_the_better_one(prompts, policy):
     assert num_hits(make_with(cls, 300), 300, prompts) > 0.9 * max(alone)
 
 
-def test_what_the_followed_order_does_not_hold_goes_first():
-    order = make_with(NewestFirstPolicy, 4)
-    a, b, c = (prefix(name, 1) for name in "abc")
-    tiers = Tiers(order, 4)
-    for keys in (a, b, c):
+@pytest.fixture
+def disagreeing():
+    """Written: a, then b, 40 chunks each. By recency b is left, and is stored; newest first has the first of a, the last of b.
+
+    What is not stored is surplus nowhere. The first prompt of b is stored, and newest first lacks it.
+    """
+    order = make_with(NewestFirstPolicy, 40)
+    tiers = Tiers(order, 40)
+    for keys in (*A, *B):
         tiers.serve(keys)
-    # By recency b and c are left; newest first evicts b, which is the newest when c comes.
-    assert set(order.stored) == {*b, *c}
+    assert set(order.stored) == {*B[0], *B[1]}
+    assert set(order._second.order.stored) == {*A[0], *B[1]}
     order.check_invariants()
-    while order.followed == "lru":  # newest first has found a
-        order.begin(Use(next(tiers.use_ids)), a, 0)
-    order.check_invariants()
-    assert order.evict(2, ()) == b[::-1]
-    assert order.evict(2, ()) == c[::-1]
+    return order
+
+
+A, B = ([prefix(f"{name} {i}", *range(1, 20)) for i in range(2)] for name in "ab")
+USE_IDS = itertools.count(1000)
+X = prefix("x")
+
+
+def request(order, keys, num_above=0, *, num_in_hbm=0):
+    order.begin(Use(next(USE_IDS), num_in_hbm=num_in_hbm), keys, num_above)
     order.check_invariants()
 
 
-def test_what_is_being_read_is_kept():
-    order = make_with(NewestFirstPolicy, 4)
-    tiers = Tiers(order, 4)
-    a, b, c = (prefix(name, 1) for name in "abc")
-    for keys in (a, b, c):
-        tiers.serve(keys)
-    while order.followed == "lru":
-        order.begin(Use(next(tiers.use_ids)), a, 0)
-    assert order.evict(4, {b[1], *c}) == [b[0]], "surplus is in any order"
+def test_one_request_is_no_reason_to_change(disagreeing):
+    """The lead, 20 chunks, is more than a change costs, but not more than one standard deviation."""
+    request(disagreeing, A[0])
+    assert disagreeing.num_switches == 0
+    request(disagreeing, A[0])
+    assert disagreeing.num_switches == 1
+
+
+def test_a_small_lead_is_no_reason_to_change(disagreeing):
+    """20 chunks would have to be written first; it is ahead by 2 with each request."""
+    for _ in range(5):
+        request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 0
+    request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 1
+
+
+def test_a_lead_counts_half_when_the_tier_has_been_written_sixteen_times(disagreeing):
+    for _ in range(5):
+        request(disagreeing, A[0][:2])
+    request(disagreeing, prefix("new", *range(639)))
+    for _ in range(2):
+        request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 0
+    request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 1
+
+
+def test_an_order_that_was_behind_for_long_can_be_followed_soon(disagreeing):
+    for _ in range(5):  # newest first has one of the two, the one that was used last
+        request(disagreeing, B[0])
+        request(disagreeing, B[1])
+    for _ in range(4):
+        assert disagreeing.num_switches == 0
+        request(disagreeing, A[0])
+    assert disagreeing.num_switches == 1
+
+
+def test_what_is_found_above_does_not_count(disagreeing):
+    for _ in range(50):
+        request(disagreeing, [*A[0], *X], 20)
+        request(disagreeing, A[0], 20)
+        request(disagreeing, [*A[0], *X], num_in_hbm=20)
+        request(disagreeing, [*A[0], *X], 10, num_in_hbm=20)
+    assert disagreeing.num_switches == 0
+
+
+def test_what_hbm_lacks_counts(disagreeing):
+    """10 chunks with each request, as much as a change costs; two are more, and more than a standard deviation."""
+    request(disagreeing, A[0], num_in_hbm=10)
+    assert disagreeing.num_switches == 0
+    request(disagreeing, A[0], num_in_hbm=10)
+    assert disagreeing.num_switches == 1
+
+
+def test_a_simulated_order_is_given_what_it_would_be_given(disagreeing):
+    """b is stored, and its request would have newest first written what it lacks."""
+    request(disagreeing, [*B[0], *X], 20)
+    assert set(disagreeing._second.order.stored) == {*A[0], *B[1]}, "the host tier has it, so it is not saved"
+    request(disagreeing, [*B[0], *X])
+    assert set(disagreeing._second.order.stored) == {*A[0], *B[0]}
+    assert set(disagreeing._second.surplus) == {*B[1]}
+
+
+def test_a_long_prompt_is_given_in_pieces():
+    order = make_with(NewestFirstPolicy, 1000)
+    tiers = Tiers(order, 1000)
+    for name in "ab":
+        tiers.serve(prefix(name, *range(999)))
+    assert len(order._second.surplus) == 0
+    tiers.serve(prefix("c", *range(999)))
+    keys = prefix("d", *range(999))
+    tiers.serve(keys)
+    order._second.order.evict(1000, ())
+    order._second.surplus.update(dict.fromkeys(keys))
+    for num_left in (1000 - 512, 0):
+        request(order, keys)
+        assert len(order._second.surplus) == num_left
+        assert set(order._second.order.stored) == {*keys[: 1000 - num_left]}, "the head first"
+
+
+def test_what_the_followed_order_does_not_hold_goes_first(disagreeing):
+    for _ in range(2):
+        request(disagreeing, A[0])
+    assert disagreeing.followed == "newest"
+    assert disagreeing.evict(20, ()) == B[0][::-1]
+    disagreeing.check_invariants()
+    assert disagreeing.evict(30, ()) == B[1][::-1], "what only newest first holds is not stored"
+    disagreeing.check_invariants()
+
+
+def test_what_is_being_read_is_kept(disagreeing):
+    for _ in range(2):
+        request(disagreeing, A[0])
+    assert disagreeing.evict(40, {B[0][1], *B[1]}) == [*B[0][:1:-1], B[0][0]], "surplus is in any order"
+    disagreeing.check_invariants()
+    assert disagreeing.evict(40, ()) == [B[0][1], *B[1][::-1]]
+
+
+def test_reads_count_as_uses(disagreeing):
+    disagreeing.touch(B[0][::-1])
+    assert disagreeing.evict(20, ()) == B[1][::-1]
+
+
+def test_a_reset_frees_what_it_discards_in_later_steps():
+    order = make(20_000)
+    for use_id in range(100):
+        order.add_written(written(Use(use_id), prefix(use_id, *range(199))))
+    order.clear()
+    assert not order.stored
+    discarded = [order._discarded, order._first.order._discarded, order._second.order._discarded]
+    sizes = [len(container) for container in discarded]
+    assert min(sizes) >= 20_000
+    order.tidy(lambda key: True)
+    assert all(0 < before - len(left) <= 5000 for before, left in zip(sizes, discarded, strict=True))
+    for _ in range(40):
+        order.tidy(lambda key: True)
+    assert not any(discarded)
+
+
+def test_what_an_order_holds_already_displaces_nothing():
+    order = make(4)
+    a = prefix(*range(4))
+    order.add_written(written(Use(0), a))
+    assert order.evict(1, ()) == [a[3]]
+    held = set(order._second.order.stored)
+    order.add(a[3])
     order.check_invariants()
-    assert order.evict(4, ()) == [b[1], *c[::-1]]
+    assert held == set(order._second.order.stored) == {*a}
 
 
 def test_what_a_restart_finds_goes_first_until_it_is_used():
@@ -211,6 +338,7 @@ def test_a_lost_chunk_is_gone_from_both():
     order.add_written(written(Use(0), a))
     order.remove(a[1])
     order.check_invariants()
+    assert not any(a[1] in simulated.order.stored for simulated in (order._first, order._second))
     order.add_written(written(Use(1), a)[1:2])
     order.check_invariants()
     assert set(order.evict(4, ())) == {*a}
@@ -240,7 +368,10 @@ def test_any_order_of_calls(seed):
             kept = set(rng.sample(sorted(before), min(len(before), rng.randrange(4))))
             short = len(before) + len(new) - capacity
             evicted = order.evict(short, kept)
-            assert len(evicted) <= max(0, short)
+            if kept:
+                assert len(evicted) <= max(0, short)
+            else:
+                assert len(evicted) == max(0, min(short, len(before)))
             assert not kept.intersection(evicted)
             assert before - set(evicted) == set(order.stored)
             order.add_written(new[: capacity - len(order.stored)])

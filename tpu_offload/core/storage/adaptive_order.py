@@ -3,8 +3,9 @@
 Which order is better for a tier that is written on save and hardly larger than the host tier depends on the traffic. By
 the same policy storage keeps what the host tier keeps as well; by another it keeps what is not worth keeping. So both
 are simulated: each has the names of what the tier would hold if it alone decided, and the one that finds more of what
-the host tier lacks is followed. The tier evicts first what that one does not hold, then what it would evict next
-(Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads", MICRO 2006).
+HBM, the host tier and nearer tiers lack is followed. The tier evicts first what that one does not hold, then what it
+would evict next (Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads",
+MICRO 2006).
 
 What the host tier has after a request does not depend on which order found more of it: what storage lacks is computed
 and saved. So both can be compared on the same requests.
@@ -17,7 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
 
+from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index import NO_PARENT
+from tpu_offload.core.index.chunk_index import MAX_FREED
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.eviction_order import EvictionOrder, WrittenChunk
 from tpu_offload.types import ChunkKey
@@ -29,6 +32,7 @@ To follow it costs at most as many: each is found missing once, and written. Wit
 by changes that gained nothing, with 0.25 or 1 the same in fewer cases (docs/tiers.md).
 """
 _SIGMAS = 1.0  # likewise, in standard deviations of the difference; as good with 1.5, 2 changes too late
+_MAX_WRITTEN = 512  # chunks of one request that a simulated order is given at once
 _HALF_LIFE = 16.0  # of what was found, in capacities of the tier that were written since; as good with 8 or 32
 
 _logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class AdaptiveOrder(EvictionOrder):
         self._second = self._other = _SimulatedOrder(second, other, capacity)
         self._label = label
         self._half_life = _HALF_LIFE * capacity
+        self._discarded = Discarded()
         self._names: dict[ChunkKey, None] = {}
         self.stored = self._names
         # Chunks that the other one has found and the followed one has not, since that was ahead; the sum of the squared
@@ -68,26 +73,28 @@ class AdaptiveOrder(EvictionOrder):
         """See the class."""
         return self._followed.name
 
-    def begin(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+    def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
         """See the base class. O(keys)."""
-        if num_in_host < len(keys):
-            self._compare(keys, num_in_host)
+        if num_above < len(keys):
+            self._compare(keys, num_above, num_in_hbm=use.num_in_hbm)
             for simulated in (self._first, self._second):
-                simulated.write_missing(use, keys, num_in_host, self._names)
+                simulated.write_missing(use, keys, num_above, self._names)
         self.use(use, keys)
 
-    def _compare(self, keys: Sequence[ChunkKey], first: int) -> None:
-        """Follows the other order if it has found more of late."""
+    def _compare(self, keys: Sequence[ChunkKey], first: int, *, num_in_hbm: int) -> None:
+        """Follows the other order if it has found more of late of what neither HBM nor the tiers above have."""
         found, found_by_other = self._followed.num_found(keys, first), self._other.num_found(keys, first)
         num_written = len(keys) - first - max(found, found_by_other)
         if num_written:
             decay = 0.5 ** (num_written / self._half_life)
             self._lead *= decay
             self._variance *= decay
-        if found == found_by_other:
+        num_of_no_use = max(0, num_in_hbm - first)  # storage is read from `first` on
+        difference = max(found_by_other, num_of_no_use) - max(found, num_of_no_use)
+        if not difference:
             return
-        self._lead = max(0.0, self._lead + found_by_other - found)
-        self._variance += (found_by_other - found) ** 2
+        self._lead = max(0.0, self._lead + difference)
+        self._variance += difference**2
         if self._lead > max(_SIGMAS * math.sqrt(self._variance), _COST * self._other.num_missing(len(self._names))):
             _logger.info(
                 "%s evicts by %s from now on: it would have found %d chunks more than %s",
@@ -113,10 +120,7 @@ class AdaptiveOrder(EvictionOrder):
         if name in self._names:
             return
         for simulated in (self._first, self._second):
-            if simulated.make_room(1, self._names):
-                simulated.order.add(name)
-            else:
-                simulated.surplus[name] = None
+            simulated.add(name, self._names)
         self._names[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
@@ -157,9 +161,11 @@ class AdaptiveOrder(EvictionOrder):
 
     def clear(self) -> None:
         """See the base class. What was found before still counts."""
+        self._discarded.add(self._names)
         self._names = {}
         self.stored = self._names
         for simulated in (self._first, self._second):
+            self._discarded.add(simulated.surplus)
             simulated.surplus = OrderedDict()
             simulated.order.clear()
 
@@ -171,6 +177,8 @@ class AdaptiveOrder(EvictionOrder):
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
+        if self._discarded:
+            self._discarded.free(MAX_FREED)
         self._first.order.tidy(is_coming)
         self._second.order.tidy(is_coming)
 
@@ -211,32 +219,38 @@ class _SimulatedOrder:
         return len(self.order.stored) - (num_stored - len(self.surplus))
 
     def write_missing(self, use: Use, keys: Sequence[ChunkKey], first: int, stored: Container[ChunkKey]) -> None:
-        """A request saves the chunks from `first` on that storage lacks: here also those that the tier has."""
+        """A request has the chunks from `first` on written that storage lacks: here also those that the tier has.
+
+        As many as this takes 1 ms for; what is left, when it is used again.
+        """
         surplus = self.surplus
         if surplus and not surplus.keys().isdisjoint(keys):
-            places = [i for i in range(first, len(keys)) if keys[i] in surplus]
-            self.write([(use, keys[i], keys[i - 1] if i else NO_PARENT) for i in places], stored)
+            places = (i for i in range(first, len(keys)) if keys[i] in surplus)
+            missing = itertools.islice(places, _MAX_WRITTEN)
+            self.write([(use, keys[i], keys[i - 1] if i else NO_PARENT) for i in missing], stored)
+
+    def add(self, name: ChunkKey, stored: Container[ChunkKey]) -> None:
+        """A chunk is stored of which nothing else is known."""
+        if name not in self.order.stored:
+            self._make_room(1, stored)
+            self.order.add(name)
 
     def write(self, chunks: Sequence[WrittenChunk], stored: Container[ChunkKey]) -> None:
-        """Chunks that are stored are written here, too, those that it has not; as many as there can be room for."""
+        """Chunks that are stored are written here, too, those that it has not."""
         held = self.order.stored
         new = [chunk for chunk in chunks if chunk[1] not in held]
-        num_fitting = self.make_room(len(new), stored)
-        for _, key, _ in new[:num_fitting]:
+        self._make_room(len(new), stored)
+        for _, key, _ in new:
             self.surplus.pop(key, None)
-        for _, key, _ in new[num_fitting:]:
-            self.surplus[key] = None
-        self.order.add_written(new[:num_fitting])
+        self.order.add_written(new)
 
-    def make_room(self, num_chunks: int, stored: Container[ChunkKey]) -> int:
-        """Evicts what is in the way of so many chunks; returns how many of them fit."""
-        order = self.order
-        short = len(order.stored) + num_chunks - self._capacity
+    def _make_room(self, num_chunks: int, stored: Container[ChunkKey]) -> None:
+        """Evicts what is in the way of so many chunks."""
+        short = len(self.order.stored) + num_chunks - self._capacity
         if short > 0:
-            for name in order.evict(short, ()):
+            for name in self.order.evict(short, ()):
                 if name in stored:
                     self.surplus[name] = None
-        return min(num_chunks, self._capacity - len(order.stored))
 
     def check_invariants(self, stored: Container[ChunkKey]) -> None:
         """Raises AssertionError unless each stored chunk is either in the order or surplus."""

@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Protocol, final
 
+from tpu_offload.core.chunk_table import Discarded
+from tpu_offload.core.index.chunk_index import MAX_FREED
 from tpu_offload.core.policies import Use
 from tpu_offload.types import ChunkKey
 
@@ -28,7 +30,7 @@ class EvictionOrder(abc.ABC):
     Attributes:
       stored: all of them, as they are at any time.
       expects: whether `expect` is of use.
-      compares: whether `begin` has to be told what the host tier has.
+      compares: whether `begin` has to be told what is found above.
     """
 
     stored: Names
@@ -55,13 +57,13 @@ class EvictionOrder(abc.ABC):
     def remove(self, name: ChunkKey) -> None:
         """A stored record is not stored any more."""
 
-    def begin(self, use: Use, keys: Sequence[ChunkKey], num_in_host: int) -> None:
+    def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
         """A request uses this prefix, before anything of it is read or written.
 
         Args:
           use: its use.
           keys: all chunks of its prompt.
-          num_in_host: how many of the first the host tier has, if it `compares`.
+          num_above: how many of the first are found in the host tier and nearer tiers, if it `compares`.
         """
         self.use(use, keys)
 
@@ -100,6 +102,7 @@ class RecencyOrder(EvictionOrder):
     """Least recently used first. Of a prefix the head counts as used last, so that its tail is evicted before it."""
 
     def __init__(self) -> None:
+        self._discarded = Discarded()
         self._names: OrderedDict[ChunkKey, None] = OrderedDict()
         self.stored = self._names
 
@@ -141,7 +144,9 @@ class RecencyOrder(EvictionOrder):
 
     def clear(self) -> None:
         """See the base class."""
-        self._names.clear()
+        self._discarded.add(self._names)
+        self._names = OrderedDict()
+        self.stored = self._names
 
     def expect(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
@@ -151,6 +156,8 @@ class RecencyOrder(EvictionOrder):
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
+        if self._discarded:
+            self._discarded.free(MAX_FREED)
 
     def check_invariants(self) -> None:
         """See the base class."""

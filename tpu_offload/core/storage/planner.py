@@ -98,10 +98,17 @@ class StoragePlanner:
 
     # Planning.
 
-    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
-        """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int, num_above: int) -> None:
+        """A request contains these chunks; those before `first` were recorded before. O(keys).
+
+        Args:
+          use: its use.
+          keys: all that is known of its prompt.
+          first: see above.
+          num_above: how many of the first are found in the host tier and nearer tiers, where some tier has to know.
+        """
         if not first:  # the request counts once, and what it computes when it is written
-            self.records.begin(use, keys)
+            self.records.begin(use, keys, num_above)
         self.writes.observe(use, keys, first)
 
     @property

@@ -195,10 +195,21 @@ class StoredRecords:
         if not self.is_shared:
             self.to_delete[name] = None
 
-    def begin(self, use: Use, keys: Sequence[ChunkKey]) -> None:
-        """A request uses this prefix, before anything of it is read or written. O(keys)."""
-        num_in_host = len(self._index.find(keys)) if self._order.compares else 0
-        self._order.begin(use, keys, num_in_host)
+    @property
+    def compares(self) -> bool:
+        """Whether `begin` has to be told what is found above."""
+        return self._order.compares
+
+    def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
+        """A request uses this prefix, before anything of it is read or written; see the order. O(keys)."""
+        self._order.begin(use, keys, num_above)
+
+    def find(self, keys: Sequence[ChunkKey], first: int) -> int:
+        """Where the stored chunks end that begin with `first`."""
+        stored, end = self._order.stored, first
+        while end < len(keys) and keys[end] in stored:
+            end += 1
+        return end
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request uses the chunks of this prefix that are stored. O(keys)."""

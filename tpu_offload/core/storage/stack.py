@@ -82,8 +82,13 @@ class StorageStackPlanner:
 
     def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
+        compares = not first and any(tier.records.compares for tier in self._tiers)
+        num_above = len(self._index.find(keys)) if compares else 0
         for tier in self._tiers:
-            tier.observe(use, keys, first)
+            num_before = num_above
+            if compares:
+                num_above = tier.records.find(keys, num_above)
+            tier.observe(use, keys, first, num_before)
 
     def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended. O(keys)."""
