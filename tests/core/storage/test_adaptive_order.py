@@ -162,9 +162,9 @@ def test_it_is_nearly_as_good_as_the_better_one(prompts, policy):
 
 @pytest.fixture
 def disagreeing():
-    """Written: a, then b, 40 chunks each. By recency b is left, and is stored; newest first has the first of a, the last of b.
+    """Written: a, then b, 40 chunks each. By recency b is left, and is stored.
 
-    What is not stored is surplus nowhere. The first prompt of b is stored, and newest first lacks it.
+    Newest first has the first prompt of a and the last of b. What is not stored is surplus nowhere.
     """
     order = make_with(NewestFirstPolicy, 40)
     tiers = Tiers(order, 40)
@@ -224,6 +224,18 @@ def test_an_order_that_was_behind_for_long_can_be_followed_soon(disagreeing):
     assert disagreeing.num_switches == 1
 
 
+def test_differences_of_long_ago_do_not_count(disagreeing):
+    for _ in range(5):
+        request(disagreeing, B[0])
+        request(disagreeing, B[1])
+    request(disagreeing, prefix("new", *range(20 * 640)))
+    for _ in range(5):
+        request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 0
+    request(disagreeing, A[0][:2])
+    assert disagreeing.num_switches == 1
+
+
 def test_what_is_found_above_does_not_count(disagreeing):
     for _ in range(50):
         request(disagreeing, [*A[0], *X], 20)
@@ -234,10 +246,11 @@ def test_what_is_found_above_does_not_count(disagreeing):
 
 
 def test_what_hbm_lacks_counts(disagreeing):
-    """10 chunks with each request, as much as a change costs; two are more, and more than a standard deviation."""
-    request(disagreeing, A[0], num_in_hbm=10)
-    assert disagreeing.num_switches == 0
-    request(disagreeing, A[0], num_in_hbm=10)
+    """2 chunks with each request; with 10 it is ahead by half of what a change costs."""
+    for num_above, num_in_hbm in ((0, 10), (5, 10), (0, 10), (10, 5), (10, 0)):
+        request(disagreeing, A[0][: max(num_above, num_in_hbm) + 2], num_above, num_in_hbm=num_in_hbm)
+        assert disagreeing.num_switches == 0
+    request(disagreeing, A[0][:12], num_in_hbm=10)
     assert disagreeing.num_switches == 1
 
 
@@ -307,14 +320,14 @@ def test_a_reset_frees_what_it_discards_in_later_steps():
 
 
 def test_what_an_order_holds_already_displaces_nothing():
-    order = make(4)
-    a = prefix(*range(4))
+    order = make_with(NewestFirstPolicy, 4)
+    a, b = prefix(0, 1), prefix(1, 1)
     order.add_written(written(Use(0), a))
-    assert order.evict(1, ()) == [a[3]]
-    held = set(order._second.order.stored)
-    order.add(a[3])
+    order.add_written(written(Use(1), b))
+    assert order.evict(2, ()) == a[::-1]
+    order.add(a[0])
     order.check_invariants()
-    assert held == set(order._second.order.stored) == {*a}
+    assert set(order._second.order.stored) == {*a, *b}
 
 
 def test_what_a_restart_finds_goes_first_until_it_is_used():
