@@ -24,8 +24,10 @@ from tpu_offload import (
 )
 from tpu_offload.config import SaveEvent, StorageAdmission, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
+from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
 from tpu_offload.hashing import key_namespace, last_block_hash
 from tpu_offload.sim import StorageSetup, TierSetup, no_hbm, replay, simulate_hbm
+from tpu_offload.sim.replay import _Replay
 from tpu_offload.types import BlockHash
 
 
@@ -265,6 +267,27 @@ def test_the_same_where_storage_changes_its_policy(tmp_path, caplog, sizes):
     real = [found for name, found in changes if name.startswith("storage tier ")]
     assert real
     assert real == [found for name, found in changes if name == "the simulated tier"]
+
+
+@pytest.mark.parametrize("sizes", [(70,), (60, 130)])
+def test_orders_are_compared_by_the_same(tmp_path, sizes):
+    """By what neither HBM nor the tiers above have."""
+    trace = chat_trace(tmp_path, 3, most=27)
+    hbm_result = simulate_hbm(trace, 30)
+    storage = tuple(map(StorageSetup, sizes))
+    engine = Engine(POLICIES["lru"], num_chunks=40, storage=storage)
+    simulated = _Replay(trace, POLICIES["lru"](), TierSetup(40, storage=storage))
+    for number, request in enumerate(trace.requests):
+        hashes = hashes_of(trace, request.blocks[-1])
+        engine.serve(f"r{number}", hashes, num_hbm_blocks=hbm_result.hits[number])
+        simulated.serve([trace.keys[block] for block in request.blocks], in_hbm=hbm_result.hits[number], evicted=())
+    real = [tier.records._order for tier in storage_planners(engine.scheduler)]
+    orders = [(order, tier._order) for order, tier in zip(real, simulated._storage, strict=True)]
+    for one, other in orders:
+        assert isinstance(one, AdaptiveOrder)
+        assert isinstance(other, AdaptiveOrder)
+        assert (one.followed, one._lead, one._variance) == (other.followed, other._lead, other._variance)
+        assert one._variance > 0
 
 
 @pytest.mark.parametrize("stack", ["one", "one on eviction", "two", "eviction;save"])
