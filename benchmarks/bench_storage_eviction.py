@@ -26,18 +26,18 @@ from typing import Any
 
 import psutil
 import traffic
-from bench_regret import read_kind
+from bench_regret import SETUPS, read_kind
 from common import count, make_parser, print_table, write_json
 
 from tpu_offload import Use
-from tpu_offload.config import StorageEvictionPolicy, StorageWriteEvent
+from tpu_offload.config import SaveEvent, StorageEvictionPolicy, StorageWriteEvent
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.storage.eviction import AUTO_RATIO, make_order
 from tpu_offload.core.storage.eviction_order import EvictionOrder, WrittenChunk
 from tpu_offload.core.storage.writes import MAX_CASCADES
-from tpu_offload.sim import StorageSetup, TierSetup, Trace, read_traces, replay
+from tpu_offload.sim import StorageSetup, TierSetup, Trace, no_hbm, read_traces, replay, simulate_hbm
 from tpu_offload.types import ChunkKey
 
 LRU = StorageEvictionPolicy.LRU.value
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--sizes", type=_pair, nargs="+", default=[(0.02, 0.1)], help="HOST:STORAGE, shares of the blocks"
     )
+    parser.add_argument("--setup", choices=SETUPS, default="host", help="whether HBM is in front, see bench_regret.py")
+    parser.add_argument("--hbm-share", type=float, default=0.05, help="of the blocks")
     parser.add_argument("--write-on", choices=[event.value for event in StorageWriteEvent], default="save")
     parser.add_argument("--storage-worth", type=float, default=STORAGE_WORTH, help="of a hit in storage")
     parser.add_argument("--seeds", type=count, default=1)
@@ -93,11 +95,13 @@ def _compare_hits(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, trace in _traces(args):
         first = int(args.learn * len(trace.requests))
         num_blocks = sum(len(request.blocks) for request in trace.requests[first:])
+        has_hbm, save_on = SETUPS[args.setup]
+        hbm_result = simulate_hbm(trace, round(args.hbm_share * trace.num_unique_blocks)) if has_hbm else no_hbm(trace)
         for host, storage in args.sizes:
             row: dict[str, Any] = {"traffic": name, "host": host, "storage": storage}
             for policy in args.policies:
-                setup = _setup(trace, host, storage, policy, StorageWriteEvent(args.write_on))
-                outcome = replay(trace, DensityPolicy(), setup)
+                setup = _setup(trace, host, storage, policy, StorageWriteEvent(args.write_on), save_on)
+                outcome = replay(trace, DensityPolicy(), setup, hbm_result=hbm_result)
                 hits = [sum(tier[first:]) / num_blocks for tier in (outcome.host_hits, outcome.storage[0].hits)]
                 row[policy] = {"host": hits[0], "storage": hits[1], "num_written": outcome.storage[0].num_written}
             rows.append(row)
@@ -106,10 +110,12 @@ def _compare_hits(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _setup(trace: Trace, host: float, storage: float, policy: str, write_on: StorageWriteEvent) -> TierSetup:
+def _setup(
+    trace: Trace, host: float, storage: float, policy: str, write_on: StorageWriteEvent, save_on: SaveEvent
+) -> TierSetup:
     num_unique = trace.num_unique_blocks
     tier = StorageSetup(max(1, round(storage * num_unique)), write_on, eviction=StorageEvictionPolicy(policy))
-    return TierSetup(max(LEAST_CHUNKS, round(host * num_unique)), storage=(tier,))
+    return TierSetup(max(LEAST_CHUNKS, round(host * num_unique)), save_on=save_on, storage=(tier,))
 
 
 def _print_hits(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:

@@ -84,7 +84,7 @@ DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
 class StorageEvictionPolicy(enum.Enum):
     """Which chunk a full storage tier evicts (see `tpu_offload.core.storage.eviction`)."""
 
-    AUTO = "auto"  # density in a tier that is much larger than what is above it, else the better of density and lru
+    AUTO = "auto"  # by the size of the tier: density in large ones, else lru or the better of the two
     DENSITY = "density"
     LRU = "lru"
     ARC = "arc"

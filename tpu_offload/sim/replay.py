@@ -131,9 +131,8 @@ class _Replay:
         in_host = host.find(keys)
         found_above = in_host
         for tier in self._storage:
-            found = found_above + len(tier.leading(itertools.islice(keys, found_above, None)))
             tier.observe(use, keys, in_host, found_above)
-            found_above = found
+            found_above += len(tier.leading(itertools.islice(keys, found_above, None)))
         self._host_hits.append(max(in_hbm, in_host) - in_hbm)
         if self._storage:
             in_host = self._read_storage(use, keys, in_hbm=in_hbm, in_host=in_host)

@@ -24,6 +24,14 @@ class Names(Protocol):
     def __len__(self) -> int: ...
 
 
+def run_end(names: Names, keys: Sequence[ChunkKey], first: int) -> int:
+    """Where the run of chunks ends that are among the names, from `first` on."""
+    for i in range(first, len(keys)):
+        if keys[i] not in names:
+            return i
+    return len(keys)
+
+
 class EvictionOrder(abc.ABC):
     """The stored records of one tier, in the order in which they are evicted.
 

@@ -13,7 +13,7 @@ from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.eviction import make_order
-from tpu_offload.core.storage.eviction_order import EvictionOrder, Names, RecencyOrder, WrittenChunk
+from tpu_offload.core.storage.eviction_order import EvictionOrder, Names, RecencyOrder, WrittenChunk, run_end
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 
@@ -206,10 +206,7 @@ class StoredRecords:
 
     def find(self, keys: Sequence[ChunkKey], first: int) -> int:
         """Where the stored chunks end that begin with `first`."""
-        stored, end = self._order.stored, first
-        while end < len(keys) and keys[end] in stored:
-            end += 1
-        return end
+        return run_end(self._order.stored, keys, first)
 
     def use(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request uses the chunks of this prefix that are stored. O(keys)."""

@@ -85,10 +85,9 @@ class StorageStackPlanner:
         compares = not first and any(tier.records.compares for tier in self._tiers)
         num_above = len(self._index.find(keys)) if compares else 0
         for tier in self._tiers:
-            num_before = num_above
-            if compares:
+            tier.observe(use, keys, first, num_above)
+            if compares and tier is not self._tiers[-1]:
                 num_above = tier.records.find(keys, num_above)
-            tier.observe(use, keys, first, num_before)
 
     def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended. O(keys)."""
