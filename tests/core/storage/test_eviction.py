@@ -48,6 +48,15 @@ def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
     assert order.expects == (demotes and kind is PolicyOrder)
 
 
+@pytest.mark.parametrize(("capacity", "first", "second"), [(30, "density", "lru"), (29, "lru", "density")])
+def test_of_two_compared_orders_the_size_says_which_is_first(caplog, capacity, first, second):
+    caplog.set_level("INFO")
+    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=False, label="a tier")
+    assert isinstance(order, AdaptiveOrder)
+    assert order.followed == first
+    assert f"a tier evicts by {first}, and by {second} when" in caplog.text
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefixes_are_evicted_from_their_tails(policy):
     order = make(policy)

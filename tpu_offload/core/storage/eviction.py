@@ -21,8 +21,10 @@ AUTO_RATIO = 5
 In a smaller tier, written on save, it keeps what the host tier, by the same policy, keeps as well: there it depends on
 the traffic whether lru is better.
 """
+AUTO_RATIO_IF_COMPARED = 3
+"""From which ratio on it is followed first. In a smaller tier it loses up to 0.011 until lru has found more."""
 AUTO_RATIO_IF_DEMOTED = 2
-"""Likewise where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
+"""As `AUTO_RATIO`, where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ def make_order(
         elif demotes or capacity < num_above:  # below that density gained nothing
             setting = StorageEvictionPolicy.LRU
         else:
-            both = (StorageEvictionPolicy.LRU, StorageEvictionPolicy.DENSITY)
+            both = [StorageEvictionPolicy.LRU, StorageEvictionPolicy.DENSITY]
+            if capacity >= num_above * AUTO_RATIO_IF_COMPARED:
+                both.reverse()
             orders = {policy.value: _make(policy, capacity, num_expected=0) for policy in both}
             _logger.info("%s evicts by %s, and by %s when that is found to be better", label, *orders)
             return AdaptiveOrder(orders, capacity, label=label)
