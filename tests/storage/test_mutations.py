@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation(
         "the chunk before a demoted one is forgotten",
         "StorageWrites.note_evicted",
-        "self._index.parent_in(slot)",
-        'ChunkKey(b"")',
+        "_Victim(slot, self._index.parent_in(slot))",
+        '_Victim(slot, ChunkKey(b""))',
     ),
     Mutation(
         "the chunk before one that is written is forgotten",

@@ -127,12 +127,17 @@ class StorageTier:
         A demotion cannot wait for the end of a deletion, so some room is kept free.
         """
         victims: list[ChunkKey] = []
+        again: list[ChunkKey] = []
         for key in evicted:
-            if key not in self._order.stored:
-                if self._admission.admits(key):
-                    victims.append(key)
-                else:
-                    self._order.drop_expected(key)
+            if key in self._order.stored:
+                again.append(key)
+            elif self._admission.admits(key):
+                victims.append(key)
+            else:
+                self._order.drop_expected(key)
+        use = self._newest.replace(is_request=False, priority=0)
+        if again and self._order.compares:
+            self._order.write_again(self._with_parents((use, key) for key in reversed(again)))
         if not victims:
             return
         kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))
@@ -143,7 +148,6 @@ class StorageTier:
             self.num_dropped += 1
             self._order.drop_expected(key)
         self._evict(kept_free - self._room)
-        use = self._newest.replace(is_request=False, priority=0)
         self._add([(use, key) for key in batch])
         self._evict(kept_free - self._room)
 

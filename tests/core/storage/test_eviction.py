@@ -37,7 +37,9 @@ def test_every_built_in_policy_can_be_set():
         (9, False, RecencyOrder),
         (1, False, RecencyOrder),
         (20, True, PolicyOrder),
-        (19, True, RecencyOrder),
+        (19, True, AdaptiveOrder),
+        (10, True, AdaptiveOrder),
+        (9, True, RecencyOrder),
     ],
 )
 def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
@@ -45,10 +47,10 @@ def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
     order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes, label="a tier")
     assert isinstance(order, kind)
     assert "a tier evicts by " in caplog.text
-    assert order.expects == (demotes and kind is PolicyOrder)
+    assert order.expects == (demotes and kind is not RecencyOrder)
 
 
-@pytest.mark.parametrize(("capacity", "first", "second"), [(30, "density", "lru"), (29, "lru", "density")])
+@pytest.mark.parametrize(("capacity", "first", "second"), [(25, "density", "lru"), (24, "lru", "density")])
 def test_of_two_compared_orders_the_size_says_which_is_first(caplog, capacity, first, second):
     caplog.set_level("INFO")
     order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=False, label="a tier")

@@ -1,7 +1,7 @@
 """The better of two orders of eviction, for a private storage tier of chunks of full attention.
 
-Which order is better for a tier that is written on save and hardly larger than the host tier depends on the traffic. By
-the same policy storage keeps what the host tier keeps as well; by another it keeps what is not worth keeping. So both
+Which order is better for a tier that is hardly larger than the host tier depends on the traffic. By the same policy
+storage keeps what the host tier keeps as well; by another it keeps what is not worth keeping. So both
 are simulated: each has the names of what the tier would hold if it alone decided, and the one that finds more of what
 HBM, the host tier and nearer tiers lack is followed. The tier evicts first what that one does not hold, then what it
 would evict next (Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads",
@@ -46,6 +46,7 @@ class AdaptiveOrder(EvictionOrder):
       orders: both by name, empty; the first is followed until the other has found more.
       capacity: most chunks that are stored.
       label: of the tier, for the log.
+      expects: chunks are written when the host tier evicts them, not when they are saved.
 
     Attributes:
       followed: the name of the order that is followed.
@@ -54,7 +55,8 @@ class AdaptiveOrder(EvictionOrder):
 
     compares = True
 
-    def __init__(self, orders: dict[str, EvictionOrder], capacity: int, *, label: str) -> None:
+    def __init__(self, orders: dict[str, EvictionOrder], capacity: int, *, label: str, expects: bool = False) -> None:
+        self.expects = expects
         (first, order), (second, other) = orders.items()
         self._first = self._followed = _SimulatedOrder(first, order, capacity)
         self._second = self._other = _SimulatedOrder(second, other, capacity)
@@ -77,8 +79,9 @@ class AdaptiveOrder(EvictionOrder):
         """See the base class. O(keys)."""
         if num_above < len(keys):
             self._compare(keys, num_above, num_in_hbm=use.num_in_hbm)
-            for simulated in (self._first, self._second):
-                simulated.write_missing(use, keys, num_above, self._names)
+            if not self.expects:
+                self._first.write_missing(use, keys, num_above, self._names)
+                self._second.write_missing(use, keys, num_above, self._names)
         self.use(use, keys)
 
     def _compare(self, keys: Sequence[ChunkKey], first: int, *, num_in_hbm: int) -> None:
@@ -119,9 +122,9 @@ class AdaptiveOrder(EvictionOrder):
         """See the base class."""
         if name in self._names:
             return
+        self._names[name] = None
         for simulated in (self._first, self._second):
             simulated.add(name, self._names)
-        self._names[name] = None
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
@@ -129,6 +132,12 @@ class AdaptiveOrder(EvictionOrder):
             self._names[key] = None
         self._first.write(chunks, self._names)
         self._second.write(chunks, self._names)
+
+    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class. An order that lacks them would have them written."""
+        stored = [chunk for chunk in chunks if chunk[1] in self._names]  # others are being written
+        self._first.write(stored, self._names)
+        self._second.write(stored, self._names)
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""
@@ -171,9 +180,13 @@ class AdaptiveOrder(EvictionOrder):
 
     def expect(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
+        self._first.order.expect(chunks)
+        self._second.order.expect(chunks)
 
     def drop_expected(self, name: ChunkKey) -> None:
         """See the base class."""
+        self._first.order.drop_expected(name)
+        self._second.order.drop_expected(name)
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
         """See the base class."""
@@ -227,26 +240,42 @@ class _SimulatedOrder:
 
     def add(self, name: ChunkKey, stored: Container[ChunkKey]) -> None:
         """A chunk is stored of which nothing else is known."""
-        if name not in self.order.stored:
-            self._make_room(1, stored)
+        if name in self.order.stored:
+            return
+        if self._make_room(1, stored):
             self.order.add(name)
+        else:
+            self._leave_out([name], stored)
 
     def write(self, chunks: Sequence[WrittenChunk], stored: Container[ChunkKey]) -> None:
         """Chunks that are stored are written here, too, those that it has not."""
         held = self.order.stored
         new = [chunk for chunk in chunks if chunk[1] not in held]
-        self._make_room(len(new), stored)
-        for _, key, _ in new:
+        room = self._make_room(len(new), stored)
+        self._leave_out([key for _, key, _ in new[room:]], stored)
+        for _, key, _ in new[:room]:
             self.surplus.pop(key, None)
-        self.order.add_written(new)
+        self.order.add_written(new[:room])
 
-    def _make_room(self, num_chunks: int, stored: Container[ChunkKey]) -> None:
-        """Evicts what is in the way of so many chunks."""
+    def _make_room(self, num_chunks: int, stored: Container[ChunkKey]) -> int:
+        """Evicts what is in the way of so many chunks; returns how many have room: chunks before expected ones stay."""
         short = len(self.order.stored) + num_chunks - self._capacity
-        if short > 0:
-            for name in self.order.evict(short, ()):
-                if name in stored:
-                    self.surplus[name] = None
+        if short <= 0:
+            return num_chunks
+        evicted = self.order.evict(short, ())
+        self._note_surplus(evicted, stored)
+        return num_chunks - (short - len(evicted))
+
+    def _leave_out(self, names: Sequence[ChunkKey], stored: Container[ChunkKey]) -> None:
+        """There is no room for these."""
+        for name in names:
+            self.order.drop_expected(name)
+        self._note_surplus(names, stored)
+
+    def _note_surplus(self, names: Sequence[ChunkKey], stored: Container[ChunkKey]) -> None:
+        for name in names:
+            if name in stored:
+                self.surplus[name] = None
 
     def check_invariants(self, stored: Container[ChunkKey]) -> None:
         """Raises AssertionError unless each stored chunk is either in the order or surplus."""

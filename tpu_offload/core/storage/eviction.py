@@ -18,13 +18,13 @@ from tpu_offload.core.storage.policy_order import PolicyOrder
 AUTO_RATIO = 5
 """From which ratio of a tier to what is above it on density was not worse in the simulator (docs/tiers.md).
 
-In a smaller tier, written on save, it keeps what the host tier, by the same policy, keeps as well: there it depends on
-the traffic whether lru is better.
+A smaller tier keeps by density what the host tier, by the same policy, keeps as well: there it depends on the traffic
+whether lru is better.
 """
-AUTO_RATIO_IF_COMPARED = 3
-"""From which ratio on it is followed first. In a smaller tier it loses up to 0.011 until lru has found more."""
 AUTO_RATIO_IF_DEMOTED = 2
-"""As `AUTO_RATIO`, where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
+"""Likewise where it is written when the host tier evicts, so it has other chunks; it lost 0.003 of the hits at most."""
+AUTO_RATIO_IF_COMPARED = 2.5
+"""From which ratio on density is followed first. In a smaller tier it loses up to 0.011 until lru has found more."""
 
 _logger = logging.getLogger(__name__)
 
@@ -41,20 +41,21 @@ def make_order(
       demotes: whether chunks are written when the host tier evicts them.
       label: of the tier, for the log.
     """
+    num_expected = num_above if demotes else 0
     if setting is StorageEvictionPolicy.AUTO:
         if capacity >= num_above * (AUTO_RATIO_IF_DEMOTED if demotes else AUTO_RATIO):
             setting = StorageEvictionPolicy.DENSITY
-        elif demotes or capacity < num_above:  # below that density gained nothing
+        elif capacity < num_above:  # below that density gained nothing
             setting = StorageEvictionPolicy.LRU
         else:
             both = [StorageEvictionPolicy.LRU, StorageEvictionPolicy.DENSITY]
             if capacity >= num_above * AUTO_RATIO_IF_COMPARED:
                 both.reverse()
-            orders = {policy.value: _make(policy, capacity, num_expected=0) for policy in both}
+            orders = {policy.value: _make(policy, capacity, num_expected=num_expected) for policy in both}
             _logger.info("%s evicts by %s, and by %s when that is found to be better", label, *orders)
-            return AdaptiveOrder(orders, capacity, label=label)
+            return AdaptiveOrder(orders, capacity, label=label, expects=demotes)
     _logger.info("%s evicts by %s", label, setting.value)
-    return _make(setting, capacity, num_expected=num_above if demotes else 0)
+    return _make(setting, capacity, num_expected=num_expected)
 
 
 def _make(policy: StorageEvictionPolicy, capacity: int, *, num_expected: int) -> EvictionOrder:

@@ -65,6 +65,13 @@ class EvictionOrder(abc.ABC):
     def remove(self, name: ChunkKey) -> None:
         """A stored record is not stored any more."""
 
+    @abc.abstractmethod
+    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+        """The host tier has evicted chunks that are stored, or being written: if they were not, they would be now.
+
+        Of each prefix the head first. It is of use if the order `compares`.
+        """
+
     def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
         """A request uses this prefix, before anything of it is read or written.
 
@@ -122,6 +129,9 @@ class RecencyOrder(EvictionOrder):
         """See the base class."""
         for _, key, _ in reversed(chunks):
             self._names[key] = None
+
+    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""

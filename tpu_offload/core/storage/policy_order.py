@@ -74,6 +74,9 @@ class PolicyOrder(EvictionOrder):
             chunks = [chunk for chunk in chunks if chunk[1] not in self._tree]
         self._add(chunks)
 
+    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+        """See the base class."""
+
     def expect(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class. O(chunks)."""
         if not self.expects:

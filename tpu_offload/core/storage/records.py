@@ -204,6 +204,10 @@ class StoredRecords:
         """A request uses this prefix, before anything of it is read or written; see the order. O(keys)."""
         self._order.begin(use, keys, num_above)
 
+    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+        """The host tier has evicted these, which are stored; see the order."""
+        self._order.write_again(chunks)
+
     def find(self, keys: Sequence[ChunkKey], first: int) -> int:
         """Where the stored chunks end that begin with `first`."""
         return run_end(self._order.stored, keys, first)

@@ -180,14 +180,19 @@ class StorageWrites:
 
     def note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The host tier has evicted chunks, tail first: the next plan demotes those that admission accepts."""
+        again: list[tuple[ChunkKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
             if self._records.knows(key):
-                continue
-            if self._admission.admits(key):
+                again.append((key, slot))
+            elif self._admission.admits(key):
                 self._victims[key] = _Victim(slot, self._index.parent_in(slot))
             else:
                 self._counts.rejected_storage_chunks += 1
                 self._records.drop_expected(key)
+        if again and self._records.compares:
+            use = self._newest.replace(is_request=False, priority=0)
+            chunks = [(use, key, self._index.parent_in(slot)) for key, slot in reversed(again)]
+            self._records.write_again([(use, key, parent) for use, key, parent in chunks if parent is not None])
 
     def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
         """The host tier is about to evict a checkpoint; likewise."""
@@ -278,7 +283,8 @@ class StorageWrites:
             self._checkpoints_first = False
         else:
             self._checkpoints_first = True
-        if not batch.keys and (self._is_full or self._records.is_idle):
+        is_full = self._records.room <= 0 and not self._records.num_deleting  # and no room will come
+        if not batch.keys and (is_full or self._records.is_idle):
             self._drop_candidates()
         self._plan_writes(JobKind.CASCADE, batch, now_s)
 
@@ -321,11 +327,6 @@ class StorageWrites:
         self._candidates.clear()
         self._checkpoints.clear()
         self._note_written()
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether there is no room, and none will come."""
-        return self._records.room <= 0 and not self._records.num_deleting
 
     def _room_to_write(self) -> int:
         """Records that may be written now; one slot's while a probe decides whether writes are resumed."""
