@@ -244,6 +244,57 @@ def test_slots_are_free_after_a_clear_whose_policy_raises() -> None:
     index.check_invariants()
 
 
+@pytest.fixture
+def faulty_index() -> ChunkIndex:
+    """Of 4 slots, with a policy that raises at the first `remove`."""
+
+    class Faulty(LRUPolicy):  # type: ignore[misc]
+        is_faulty = True
+
+        def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+            super().remove(key, parent)
+            was_faulty, self.is_faulty = self.is_faulty, False
+            if was_faulty:
+                raise RuntimeError("of an eviction policy")
+
+    return make(4, Faulty())
+
+
+@interpreted_only
+def test_all_of_a_failed_save_is_removed_although_the_policy_raises(faulty_index) -> None:
+    keys = chain("a", 3)
+    allocate(faulty_index, keys)
+    with pytest.raises(RuntimeError, match="of an eviction policy"):
+        complete(faulty_index, keys, success=False)
+    assert len(faulty_index) == 0
+    assert faulty_index.num_free_slots == 4
+    faulty_index.check_invariants()
+
+
+@interpreted_only
+def test_no_lost_chunk_is_found_although_the_policy_raises(faulty_index) -> None:
+    keys = chain("a", 3)
+    fill(faulty_index, keys)
+    with pytest.raises(RuntimeError, match="of an eviction policy"):
+        faulty_index.invalidate_slots(0, 4)
+    assert not faulty_index.find(keys)
+    assert len(faulty_index) == 0
+    faulty_index.check_invariants()
+
+
+@interpreted_only
+def test_all_that_a_pin_kept_is_removed_although_the_policy_raises(faulty_index) -> None:
+    keys = chain("a", 3)
+    fill(faulty_index, keys)
+    faulty_index.pin(keys)
+    faulty_index.invalidate_slots(0, 4)
+    assert len(faulty_index) == 3
+    with pytest.raises(RuntimeError, match="of an eviction policy"):
+        faulty_index.unpin(keys)
+    assert len(faulty_index) == 0
+    faulty_index.check_invariants()
+
+
 def test_a_checkpoint_whose_eviction_raises_keeps_none_of_the_pieces_that_it_shares() -> None:
     index = ChunkIndex(LRUPolicy(), window_chunks=(3,))
     index.grow(Pool.CHUNKS, 10)

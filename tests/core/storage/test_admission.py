@@ -6,6 +6,7 @@ from tests.core.fakes import BLOCK_SIZE
 from tests.inside.scheduler import storage_planner, write_candidates
 from tests.storage.fakes import StorageEngine, prompt
 from tpu_offload.config import StorageAdmission
+from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
 from tpu_offload.types import ChunkKey
 
@@ -47,6 +48,19 @@ def test_uses_are_forgotten_after_ten_times_as_many_as_storage_has_chunks():
     admission.observe(keys(*range(2, 3001)))  # the additions that halve all counts
     admission.observe(keys(1))
     assert not admission.admits(*keys(1))
+
+
+@pytest.mark.parametrize("admission", ["second_sighting", "after_hit"])
+def test_a_generated_chunk_offers_none_of_the_prompt_again(admission):
+    engine = StorageEngine(storage_admission=admission)
+    engine.fill(A)
+    planner, chunks = storage_planner(engine.scheduler), engine.keys(A)
+    planner.writes.observe(Use(100), chunks, 0)
+    planner.writes.hit(Use(100), chunks)
+    assert list(write_candidates(planner)) == chunks
+    planner.writes.forget_candidates()
+    planner.writes.observe(Use(100), chunks, len(chunks) - 1)
+    assert list(write_candidates(planner)) == chunks[-1:]
 
 
 @pytest.mark.parametrize("write_on", ["save", "eviction"])

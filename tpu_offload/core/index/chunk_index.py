@@ -281,8 +281,7 @@ class ChunkIndex:
 
     def sweep(self) -> None:
         """Removes INVALID chunks that no pin covers any more, `MAX_REMOVED` of them at most."""
-        for key in self._states.take_uncovered(MAX_REMOVED):
-            self._remove(key)
+        self._remove_all(self._states.take_uncovered(MAX_REMOVED))
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int) -> None:
         """A request used the first `num_chunks` of `keys`, head first; those that are not resident are skipped."""
@@ -358,11 +357,12 @@ class ChunkIndex:
             return
         if quarantine:
             self._tier_slots.quarantine(slots)
-        for key in reversed(keys):  # tails first, which leaves few orphans
-            self._remove(key)
-        if self._states.invalid:
-            self._states.coverage_changed()
-            self.sweep()
+        try:
+            self._remove_all(reversed(keys))  # tails first, which leaves few orphans
+        finally:
+            if self._states.invalid:
+                self._states.coverage_changed()
+                self.sweep()
 
     # Checkpoints.
 
@@ -427,12 +427,14 @@ class ChunkIndex:
         covered = self._states.covered() if invalidated and self._states.pins else ()
         if self._changes is not None:
             self._changes.add(invalidated, found=False)
+        uncovered: list[ChunkKey] = []
         for key in invalidated:
             slot = self._tree.slot_of[key]
             if slot in covered:
                 self._states.invalidate(key, slot)
             else:
-                self._remove(key)
+                uncovered.append(key)
+        self._remove_all(uncovered)
         return invalidated
 
     def clear(self) -> None:
@@ -568,13 +570,13 @@ class ChunkIndex:
         """Evicts one chunk for another reason than the policy's; returns the one before it, if that is resident."""
         slot, parent = self._tree.remove(key)
         self._slots.free_first((slot,))
-        self._policy.remove(key, parent)
         self._evictor.num_evicted += 1
         self.checkpoints.evict_at((key,), keeps_memory=False)  # while slots are vacated; else there is none
         if self._ages is not None:
             self._ages.removed((key,), parent)
         if self._changes is not None:
             self._changes.add((key,), found=False)
+        self._policy.remove(key, parent)  # it may raise: all else is done
         return parent
 
     def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: ChunkKey | None) -> None:
@@ -621,17 +623,28 @@ class ChunkIndex:
             with contextlib.suppress(Exception):  # it may not know the chunk
                 self._policy.remove(key, parent)
 
+    def _remove_all(self, keys: Iterable[ChunkKey]) -> None:
+        """Removes all of these, also if the policy raises for one: no job will end the others."""
+        error: Exception | None = None
+        for key in keys:
+            try:
+                self._remove(key)
+            except Exception as e:
+                error = error or e
+        if error is not None:
+            raise error
+
     def _remove(self, key: ChunkKey) -> None:
         """Removes a chunk whose bytes are lost or never arrived."""
         slot, parent = self._tree.remove(key)
         self._states.removed(slot)
         self._slots.release(slot)
-        self._policy.remove(key, parent)
         if self._ages is not None:
             self._ages.removed((key,), parent)
         checkpoint = self.checkpoints.get(key)
         if checkpoint is not None:
             self.checkpoints.drop(checkpoint)
+        self._policy.remove(key, parent)  # it may raise: all else is done
 
     def _invalidate_lost(self) -> list[ChunkKey]:
         """Invalidates chunks in lost slots, `MAX_REMOVED` of them at most."""

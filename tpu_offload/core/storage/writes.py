@@ -94,8 +94,10 @@ class StorageWrites:
     def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         self._newest = use
-        self._admission.observe(keys[first:])
-        self._offer_admitted(use, keys)
+        if self._admission.depends_on_uses:
+            new = keys[first:]  # others were offered with their own uses, or are when they are saved
+            self._admission.observe(new)
+            self._offer_admitted(use, new)
 
     def hit(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
