@@ -154,6 +154,38 @@ def test_an_eviction_is_no_use_of_resident_chunks() -> None:
     assert engine.add("y", tokens(5, start=100)).num_computed == 4
 
 
+def test_a_prefix_that_is_evicted_block_by_block_is_saved_once() -> None:
+    """Several requests that are given blocks in one step each have the next block of its tail evicted."""
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    for num_blocks in (4, 3, 2):
+        engine.scheduler.evict(prefix(request, num_blocks))
+    plan, _ = engine.step()
+    (job,) = plan.of(JobKind.EARLY_SAVE)
+    assert list(job.block_ids) == request.block_ids
+
+
+def test_a_longer_part_of_a_prefix_is_saved_too() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    for num_blocks in (2, 4):
+        engine.scheduler.evict(prefix(request, num_blocks))
+    plan, _ = engine.step()
+    assert sorted(blocks(plan.of(JobKind.EARLY_SAVE))) == sorted(request.block_ids)
+
+
+def test_a_prefix_is_saved_again_after_a_reset_in_the_same_step() -> None:
+    """What was offered before is not saved."""
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.reset()
+    other = engine.add("b", tokens(16))
+    engine.scheduler.evict(prefix(other))
+    plan, _ = engine.step()
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == other.block_ids
+
+
 def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     engine = FakeEngine(save_on="eviction,preemption")
     request = computed(engine, "a", tokens(16))

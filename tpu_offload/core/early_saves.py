@@ -81,7 +81,7 @@ class EarlySaves:
             )
         )
         num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
-        if not num_chunks or self._is_resident(prefix, num_chunks, request):
+        if not num_chunks or self._has_last(prefix, num_chunks, request):
             return
         hashes = read_hashes(request.request_id, prefix.block_hashes, end=num_chunks * size)
         if len(hashes) < num_chunks * size:
@@ -110,11 +110,20 @@ class EarlySaves:
         """How many chunks these tokens fill, in this many blocks."""
         return min(num_tokens // self._block_size, num_blocks) // self._blocks_per_chunk
 
-    def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: RequestState) -> bool:
-        """Whether the host tier has the last chunk. O(1), and mostly true: tails are evicted block by block."""
+    def _has_last(self, prefix: CachedPrefix, num_chunks: int, request: RequestState) -> bool:
+        """Whether the host tier has the last chunk, or the coming plan saves it early. O(early saves).
+
+        Mostly true: tails are evicted block by block.
+        """
         end = num_chunks * self._blocks_per_chunk
         (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
-        return ChunkKey(block_hash + request.namespace) in self._index
+        key = ChunkKey(block_hash + request.namespace)
+        return key in self._index or any(
+            saved.can_save
+            and saved.num_gone_chunks < num_chunks <= saved.num_offered_chunks
+            and saved.keys[num_chunks - 1] == key
+            for saved in self._requests
+        )
 
 
 def num_worth_saving(policy: SavePolicy, request: RequestState, num_chunks: int) -> int:
