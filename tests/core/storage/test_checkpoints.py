@@ -1,5 +1,6 @@
 """Sliding windows and states in storage: which records are written and read, and what requests get of them."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -390,6 +391,31 @@ def test_a_tier_that_is_too_small_for_a_checkpoint_comes_to_rest(num_rows, num_c
     serve(engine, "a", A)
     serve(engine, "b", B)
     assert not storage_planner(engine.scheduler).records.may_end_at()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("num_chunks", [5, 9])
+def test_an_idle_engine_comes_to_rest_however_long_copies_take(num_chunks, num_steps):
+    """One record may be written at a time: chunks and checkpoints take turns in the steps that have room for one."""
+    engine = WindowEngine(
+        num_blocks=400,
+        workers=[CheckpointWorker(num_host_chunks=200, staged=False)],
+        storage_tier=NAME,
+        num_storage_chunks=num_chunks,
+        num_cpu_chunks=200,
+        num_staging_blocks=400,
+        max_storage_gb_in_flight=1e-9,
+    )
+    attach(engine)
+    for i in range(6):
+        engine.serve(f"r{i}", list(range(1000 * i, 1000 * i + 12 * BLOCK_SIZE + 1)))
+    for step in itertools.count():
+        if not (engine.scheduler.has_jobs or engine.workers[0].in_flight):
+            break
+        _, (results,) = engine.step()
+        engine.apply(engine.workers[0], results + (engine.workers[0].finish() if step % num_steps == 0 else []))
+        assert step < 200 * num_steps, "an idle engine never comes to rest"
+    assert engine.scheduler.stats().num_stored_chunks == num_chunks
 
 
 def test_a_tier_that_is_as_large_as_a_checkpoint_is_written(caplog):

@@ -80,8 +80,7 @@ class StorageWrites:
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
         self._written: dict[int, dict[ChunkKey, WrittenChunk]] = {}  # by job in flight; none with checkpoints
         self._newest = Use(-1)  # of the last request observed
-        # See `finish`: last chunk, use, and all chunks.
-        self._finished: deque[tuple[ChunkKey, Use, Sequence[ChunkKey]]] = deque()
+        self._finished: deque[tuple[ChunkKey, Use, Sequence[ChunkKey]]] = deque()  # see `finish`; the last chunk, all
         self._checkpoints_first = False  # whose turn it is
         self._victims: dict[ChunkKey, _Victim] = {}  # evicted since the last plan; tails first
         self.demotes = tier.write_on is StorageWriteEvent.HOST_EVICTION
@@ -94,10 +93,9 @@ class StorageWrites:
     def observe(self, use: Use, keys: Sequence[ChunkKey], first: int) -> None:
         """A request contains these chunks; those before `first` were recorded before. O(keys)."""
         self._newest = use
-        if self._admission.depends_on_uses:
-            new = keys[first:]  # others were offered with their own uses, or are when they are saved
-            self._admission.observe(new)
-            self._offer_admitted(use, new)
+        new = keys[first:]  # others were offered with their own uses, or are when they are saved
+        self._admission.observe(new)
+        self._offer_admitted(use, new)
 
     def hit(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request loads the last of these chunks, a prefix, from the host tier. O(keys)."""
@@ -192,9 +190,9 @@ class StorageWrites:
                 self._counts.rejected_storage_chunks += 1
                 self._records.drop_expected(key)
         if again and self._records.compares:
-            use = self._newest.replace(is_request=False, priority=0)
-            chunks = [(use, key, self._index.parent_in(slot)) for key, slot in reversed(again)]
-            self._records.write_again([(use, key, parent) for use, key, parent in chunks if parent is not None])
+            use, parent_in = self._newest.replace(is_request=False, priority=0), self._index.parent_in
+            chunks = [(use, key, p) for key, slot in reversed(again) if (p := parent_in(slot)) is not None]
+            self._records.write_again(chunks)
 
     def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
         """The host tier is about to evict a checkpoint; likewise."""
@@ -283,7 +281,7 @@ class StorageWrites:
         if self._checkpoints_first and (batch.keys or not self._checkpoints):  # else they wait for room
             self._add_chunks(batch)
             self._checkpoints_first = False
-        else:
+        elif batch.keys:  # a step without room is nobody's turn
             self._checkpoints_first = True
         is_full = self._records.room <= 0 and not self._records.num_deleting  # and no room will come
         if not batch.keys and (is_full or self._records.is_idle):
