@@ -20,6 +20,7 @@ from glide_sync import GlideClient
 from tests.ports import free_port
 from tests.storage import servers
 from tests.storage.conformance import FORMAT, NUM_CHUNKS, SPEC, new_record, payload, read
+from tests.storage.objects import wait_until_swept
 from tests.storage.stores import (
     FINGERPRINTS,
     fill,
@@ -268,10 +269,13 @@ def test_a_clear_beside_an_engine_of_an_object_tier(tmp_path):
     put(engine, short_key(1), 1)
     with inspected(options) as inspector:
         inspector.clear(lambda num: None)
+    put(engine, short_key(3), 3)  # not noticed yet
     with pytest.raises(KeyError):
         read(engine, short_key(1))
     put(engine, short_key(2), 2)
     assert read(engine, short_key(2)) == payload(2)
+    wait_until_swept()
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 1, "what it had written before it noticed is deleted"
     engine.close()
     engine = open_tier(options)
     assert list(engine.stored_keys()) == [short_key(2)]

@@ -251,6 +251,7 @@ class ObjectTier(StorageTier):
 
     def _check_named(self) -> None:
         """Finds out whether the store still names this generation, if it may not."""
+        before = self._generation
         with self._lock:
             if not (self._is_doubtful and self._is_published):
                 return
@@ -262,6 +263,9 @@ class ObjectTier(StorageTier):
             self._is_published = found is not None and bool(GENERATION.fullmatch(found))
             if found is not None and self._is_published:
                 self._generation = found
+            after = self._generation
+        if before != after:  # what was written meanwhile under the earlier name is never read again
+            self._sweep([before])
 
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
