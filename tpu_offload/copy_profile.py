@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 FORMAT = "tpu_offload.profile"
 VERSION = 1
 _RUN_BENCH = "write a new one with `tpu-offload bench --output FILE`"
+_MAX_NBYTES = 1 << 24  # a device file has no end
 _MAX_DISTANCE = 2.0  # a geometry that differs by a larger factor is warned about
 
 _MeasuredPath = Literal["direct", "staged", "fused"]
@@ -95,7 +96,8 @@ class CopyProfile(pydantic.BaseModel):
         """
         name = f"TPU_OFFLOAD_COPY_PROFILE={path}"
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            with path.open("rb") as file:
+                return cls.model_validate(json.loads(file.read(_MAX_NBYTES)))
         except OSError as e:
             raise ConfigError(f"{name} cannot be read: {e.strerror or e}; {_RUN_BENCH}") from e
         except pydantic.ValidationError as e:

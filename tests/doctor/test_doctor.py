@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from tpu_offload.doctor.host import Host, check_host
 from tpu_offload.doctor.settings import check_profile, read_settings
 from tpu_offload.doctor.tiers import check_tiers
 from tpu_offload.doctor.versions import check_known_faults, check_versions
+from tpu_offload.errors import ConfigError
 from tpu_offload.measure.worker_copies import WorkerCopies
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +145,8 @@ def test_settings_that_do_not_parse_or_contradict(monkeypatch):
     assert "host_gb" in errors(read_settings({"host_gb": -1})[1])[0]
     assert "turns offloading off" in warnings(read_settings({"host_gb": 0})[1])[0]
     assert "vLLM has none and refuses it" in errors(read_settings({"save_path": "fused"})[1])[0]
+    assert "vLLM recomputes preempted requests" in errors(read_settings({"host_gb": 1, "swap_gb": 3})[1])[0]
+    assert "vLLM has compute only" in errors(read_settings({"host_gb": 1, "save_on": "compute,eviction"})[1])[0]
     storage = {"host_gb": 10, "storage_tier": "file", "storage_options": "/x", "storage_gb": 5}
     assert "storage tier 0:file has 5 GB and the host tier 10" in warnings(read_settings(storage)[1])[0]
 
@@ -216,6 +220,33 @@ def test_a_file_tier_is_tried_and_left_as_it_was(tmp_path):
         assert finding.level is Level.OK, finding
         assert finding.figures["read_nbytes_per_s"] > 0
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kv", "worker-0"]
+
+
+def test_a_disk_without_room_for_the_tier_is_an_error(tmp_path):
+    settings = config_of(host_gb=1, storage_tier="file", storage_options=str(tmp_path / "kv"), storage_gb=2**20)
+    (finding,) = check_tiers(settings)
+    assert finding.level is Level.ERROR
+    assert "1.04858e+06 GB need 1048576.00 GB more, and " in finding.text
+    assert "an engine does not start there; reduce TPU_OFFLOAD_STORAGE_GB" in finding.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_tier_has_allocated_is_no_more_needed(tmp_path, monkeypatch):
+    path = tmp_path / "kv" / "worker-0" / "segment-00000.kv"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(1 << 22))
+    disk = types.SimpleNamespace(f_bavail=1 << 20, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    of_tiers._check_space(storage_tier(tmp_path / "kv,min_free_gb=0", size_gb=5 / 2**10))
+    with pytest.raises(ConfigError, match=r"kv: 0\.00585938 GB need 0\.00 GB more"):
+        of_tiers._check_space(storage_tier(tmp_path / "kv,min_free_gb=0", size_gb=6 / 2**10))
+
+
+def storage_tier(options, **size):
+    (tier,) = config_of(
+        host_gb=1, storage_tier="file", storage_options=str(options), storage_gb=size["size_gb"]
+    ).storage_tiers
+    return tier
 
 
 class Lying(MemoryTier):
@@ -379,6 +410,16 @@ def test_a_profile_of_another_device(tmp_path):
     assert not errors(check_profile(jax.local_devices(), settings))
 
 
+def test_a_profile_that_is_not_used_is_not_read(monkeypatch):
+    settings = config_of(host_gb=1, save_path="direct", load_path="direct", copy_profile="/nowhere/profile.json")
+    assert list(check_profile([], settings)) == []
+
+
+def test_a_profile_without_an_end_is_no_profile():
+    settings = config_of(host_gb=1, save_path="auto", copy_profile="/dev/zero")
+    assert "is not JSON" in errors(check_profile([], settings))[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -438,6 +479,7 @@ def test_a_bad_machine_has_status_1(monkeypatch, capsys):
             "is of the connector 'LMCacheConnector'; expected TPUOffloadConnector",
         ),
         ('{"kv_connector_extra_config": 3}', "kv_connector_extra_config in --settings is 3"),
+        ('{"kv_role": "kv_producer"}', "has the kv_role 'kv_producer'; expected kv_both"),
     ],
 )
 def test_bad_flags_have_one_line(settings, message, capsys):
@@ -452,12 +494,25 @@ def test_without_devices_jax_is_left_alone(monkeypatch):
     assert not any(finding.check == "devices" for finding in examine({}, with_devices=False))
 
 
-def test_a_report_has_no_passwords(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("valkey://me:SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ("valkey://me:an/SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ("valkey://me:an@SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ("valkey://me:a SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ('valkey://me:a"SECRET@127.0.0.1:1/0', "***@127.0.0.1:1"),
+        ("valkey://127.0.0.1:1/0?password=SECRET&ca_file=/x", "password=***&ca_file=/x"),
+        ("s3://bucket/p?aws_secret_access_key=SE/SECRET&region=us", "secret_access_key=***&region=us"),
+        ("s3://bucket/p?password_file=/run/file", "password_file=/run/file"),
+    ],
+)
+def test_a_report_has_no_passwords(tmp_path, capsys, place, shown):
     path = tmp_path / "report.json"
-    settings = {"host_gb": 0.1, "storage_tier": "valkey", "storage_options": "valkey://me:SECRET@127.0.0.1:1/0"}
+    settings = {"host_gb": 0.1, "storage_tier": "valkey", "storage_options": place, "storage_gb": 1}
     assert main(["doctor", "--no-devices", "--settings", json.dumps(settings), "--json", str(path)]) == 1
     assert "SECRET" not in path.read_text()
-    assert "valkey://***@127.0.0.1:1" in path.read_text()
+    assert shown in path.read_text()
 
 
 def test_a_part_of_a_transfer_config_is_enough(capsys):

@@ -16,6 +16,7 @@ from tpu_offload.cli.options import Command, option
 from tpu_offload.errors import InputError
 
 _CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"
+_SECRET_OPTION = re.compile(r"([?&](?!\w*_file=)\w*(?:password|secret|token|key)\w*=)[^&;\"]*", re.IGNORECASE)
 
 
 @click.command(cls=Command)
@@ -84,14 +85,23 @@ def _overrides(text: str | None) -> dict[str, Any]:
     connector = given.get("kv_connector", _CONNECTORS[0])
     if connector not in _CONNECTORS:
         raise InputError(f"--settings is of the connector {connector!r:.60}; expected {' or '.join(_CONNECTORS)}")
+    if (role := given.get("kv_role", "kv_both")) != "kv_both":
+        raise InputError(
+            f"--settings has the kv_role {role!r:.40}; expected kv_both: the host tier both saves and loads"
+        )
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise InputError(f"kv_connector_extra_config in --settings is {extra!r:.40}; expected an object")
     return extra
 
 
-def _without_passwords(report: dict[str, Any]) -> dict[str, Any]:
+def _without_passwords(value: Any) -> Any:
     """A report to send to others."""
-    text = re.sub(r"://[^/@\s\"]*@", "://***@", json_format.dumps(report))
-    cleaned: dict[str, Any] = json_format.loads(text)
-    return cleaned
+    if isinstance(value, dict):
+        return {name: _without_passwords(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    value = re.sub(r"://.*@", "://***@", value, flags=re.DOTALL)  # to the last one: a password may have any character
+    return _SECRET_OPTION.sub(r"\1***", value)

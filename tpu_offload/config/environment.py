@@ -106,7 +106,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _unknown(name: str, known_name: str) -> str:
-    return f"{name} is not a setting of tpu_offload; did you mean {known_name}?"
+    return f"{' '.join(name.split())} is not a setting of tpu_offload; did you mean {known_name}?"
 
 
 def _short(value: Any) -> str:

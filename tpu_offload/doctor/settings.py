@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig, SaveEvent
 from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.core.policies import find_policy
 from tpu_offload.doctor.findings import Finding, Findings, error, ok, warning
@@ -58,6 +58,19 @@ def _contradictions(config: OffloadConfig) -> Findings:
             "a copy path is fused, which needs a step that copies: vLLM has none and refuses it",
             "set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct, staged or auto",
         )
+    if config.swap_gb != 0:
+        yield error(
+            _CHECK,
+            f"swap_gb={config.swap_gb}: vLLM recomputes preempted requests, and refuses it",
+            "unset TPU_OFFLOAD_SWAP_GB; TPU_OFFLOAD_DECODE_SAVE=1 has their blocks in the host tier",
+        )
+    if any(event is not SaveEvent.COMPUTE for event in config.save_on):
+        names = ",".join(event.value for event in config.save_on)
+        yield error(
+            _CHECK,
+            f"TPU_OFFLOAD_SAVE_ON={names}: vLLM has compute only, and refuses the others",
+            "unset TPU_OFFLOAD_SAVE_ON",
+        )
     if config.sync_load and CopyPath.STAGED is config.load_path:
         yield warning(
             _CHECK,
@@ -85,8 +98,8 @@ def check_profile(devices: Sequence[Any], config: OffloadConfig | None) -> Findi
       devices: those of jax; without any the profile is only read.
       config: the settings.
     """
-    if config is None or config.copy_profile is None:
-        return
+    if config is None or config.copy_profile is None or CopyPath.AUTO not in (config.save_path, config.load_path):
+        return  # without an `auto` path the engine does not read it; the settings' check says so
     path = config.copy_profile
     try:
         profile = CopyProfile.read(path)

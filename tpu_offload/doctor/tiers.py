@@ -91,6 +91,7 @@ def _check_tier(
     )
     if tier.name == "file":
         _check_user(tier.options)
+        _check_space(tier)
     keys = [secrets.token_bytes(32) for _ in range(_NUM_RECORDS)]
     with contextlib.closing(make(tier.name, spec)) as made:
         try:
@@ -132,6 +133,34 @@ def _check_user(options: str) -> None:
         f"{path} belongs to user {owner}, and user {os.geteuid()} may not read and write it, so worker {worker_id} of "
         "an engine does not start there; run it as that user, give the files to this one, or take another directory"
     )
+
+
+def _check_space(tier: StorageTierConfig) -> None:
+    """Finds that the disk has no room for the tier of one worker, less what is allocated already.
+
+    Raises:
+      ConfigError: an engine could not start there.
+    """
+    from tpu_offload.storage.file import FileOptions
+    from tpu_offload.storage.file_inspection import worker_directories
+
+    if tier.size_gb is None:
+        return
+    options = FileOptions.parse(tier.options)
+    directory, taken = Path(options.directory), 0
+    try:
+        if directory.is_dir():
+            taken = sum(f.lstat().st_blocks * 512 for worker in worker_directories(directory) for f in worker.iterdir())
+        disk = os.statvfs(next(path for path in (directory, *directory.parents) if os.path.exists(path)))
+    except OSError:  # the tier will say so
+        return
+    needed, free = tier.size_gb - taken / 2**30, disk.f_bavail * disk.f_frsize / 2**30
+    if needed > 0 and needed + options.min_free_gb > free:
+        raise ConfigError(
+            f"{options.directory}: {tier.size_gb:g} GB need {needed:.2f} GB more, and {options.min_free_gb:g} GB have "
+            f"to stay free; {free:.2f} GB are free: an engine does not start there; reduce TPU_OFFLOAD_STORAGE_GB or "
+            "free some space"
+        )
 
 
 def _refused(worker: Path) -> Path | None:

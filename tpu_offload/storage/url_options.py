@@ -100,9 +100,8 @@ class UrlOptions:
             near = difflib.get_close_matches(name, self._known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             # Without its value, which may be a secret.
-            raise ConfigError(
-                f"{SETTING}: {self.scheme}:// has no option {one_line(name)}{hint} It has: {', '.join(self._known)}"
-            )
+            known = f"It has: {', '.join(self._known)}" if self._known else "It has none."
+            raise ConfigError(f"{SETTING}: {self.scheme}:// has no option {one_line(name)}{hint} {known}")
 
     def error(self, name: str, value: str, expected: str) -> ConfigError:
         """The error of an option's value."""
