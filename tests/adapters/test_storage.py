@@ -6,14 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from tpu_inference import utils as tpu_utils
 from vllm.lora.request import LoRARequest
 
 from tests.adapters import scheduler_stack
 from tests.adapters.hashed_model import BLOCK_SIZE
 from tests.adapters.llmd_index import LlmdIndex
-from tests.adapters.scheduler_stack import SMALL, Stack, make_stack, prompt
+from tests.adapters.scheduler_stack import GB, SMALL, Stack, make_stack, prompt
 from tests.inside.worker import worker_storage_tier
 from tests.storage.memory_tier import FAULTY, SHARED, SharedTier
+from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm import scheduler_side
 
 pytestmark = pytest.mark.vllm
@@ -132,6 +134,21 @@ def test_workers_that_never_report_cost_some_steps_only(tmp_path):
     stack.serve("a", prompt(40, seed=20))
     assert stack.offload is None
     assert stack.num_steps < 40
+    stack.close()
+
+
+def test_a_worker_with_too_little_hbm_is_closed(tmp_path, monkeypatch):
+    """Whoever keeps the error, to try again, keeps what was made."""
+    stack = make(tmp_path)
+    connector, runner = stack.connectors[0], stack.runners[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(GB, GB) for _ in devices])
+        with pytest.raises(ConfigError, match="of HBM") as error:
+            connector.register_runner(runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, GB) for _ in devices])
+        connector.register_runner(runner)
+    assert error.value is not None
     stack.close()
 
 

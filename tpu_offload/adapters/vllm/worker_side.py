@@ -120,21 +120,15 @@ class WorkerSide:
         is_stage = num_stages(vllm_config) > 1
         self._worker_id = runner.rank if is_stage else _process_index()
         holder = holder_id(vllm_config, self._worker_id)
-        worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id, holder_id=holder)
-        from tpu_inference import utils
-
-        setup = worker.poll().setup
-        is_staged = setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path)
+        # Kept at once: if something below raises, `close` has to find it.
+        self._worker = worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id, holder_id=holder)
         self._num_blocks = caches[layout.groups[0].layer_ids[0]].shape[0] // layout.num_ranks
-        num_staged = min(config.staging_blocks(layout), self._num_blocks) if is_staged else 0
-        check_hbm(
-            utils.hbm_usage_bytes(runner.devices),
-            needed=worker.hbm_nbytes,
-            staging_nbytes=num_staged * layout.block_nbytes_per_device,
-            block_nbytes=layout.block_nbytes_per_device,
-            utilization=vllm_config.cache_config.gpu_memory_utilization,
-        )
-        self._runner, self._worker = runner, worker
+        try:
+            self._check_hbm(runner, config, layout)
+        except BaseException:
+            self.close()
+            raise
+        self._runner = runner
         self._tokens = RunnerTokens(
             runner,
             restore=config.patch_runner,
@@ -152,6 +146,23 @@ class WorkerSide:
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
         self._log_registered(config, layout, worker)
+
+    def _check_hbm(self, runner: Any, config: OffloadConfig, layout: KVLayout) -> None:
+        """Raises ConfigError if there is too little HBM for the worker's copies."""
+        from tpu_inference import utils
+
+        worker = self._worker
+        assert worker is not None, "made before"
+        setup = worker.poll().setup
+        is_staged = setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path)
+        num_staged = min(config.staging_blocks(layout), self._num_blocks) if is_staged else 0
+        check_hbm(
+            utils.hbm_usage_bytes(runner.devices),
+            needed=worker.hbm_nbytes,
+            staging_nbytes=num_staged * layout.block_nbytes_per_device,
+            block_nbytes=layout.block_nbytes_per_device,
+            utilization=runner.vllm_config.cache_config.gpu_memory_utilization,
+        )
 
     def _log_registered(self, config: OffloadConfig, layout: KVLayout, worker: OffloadWorker) -> None:
         states = ""
