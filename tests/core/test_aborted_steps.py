@@ -228,6 +228,34 @@ def test_a_request_that_was_swapped_out_since_is_lost(is_sent: bool) -> None:
     assert (scheduler.stats().swap_held_blocks, scheduler.stats().num_failed_jobs) == (0, 0)
 
 
+def test_a_request_that_was_swapped_out_since_cannot_be_swapped_in() -> None:
+    """Also before its copy has ended."""
+    engine = SwapEngine(swap_mode="swap")
+    plan = engine.scheduler.plan_step()
+    assert engine.scheduler.swap.swap_out("a", [[1, 2]], num_computed_tokens=8)
+    engine.scheduler.preempt("a")
+    engine.scheduler.plan_step()
+    assert engine.scheduler.swap.can_swap_in("a")
+    engine.scheduler.abort_step(plan)
+    assert not engine.scheduler.swap.can_swap_in("a")
+
+
+def test_a_request_that_needed_no_copy_is_lost_too() -> None:
+    """The host tier has all of its blocks; the token that the step was to sample is missing."""
+    engine = SwapEngine(swap_mode="swap", num_host_chunks=8)
+    scheduler, worker = engine.scheduler, engine.workers[0]
+    engine.step([engine.scheduled(engine.start("a", tokens(8), num_computed=8))])
+    engine.report(worker)
+    engine.settle()
+    plan = scheduler.plan_step()
+    assert engine.swap_out("a")
+    assert not scheduler.plan_step().of(JobKind.SWAP_OUT)
+    scheduler.abort_step(plan)
+    assert not scheduler.swap.can_swap_in("a")
+    assert scheduler.apply(worker.report([])).lost_swaps == ("a",)
+    scheduler.check_invariants()
+
+
 def test_a_request_that_is_swapped_out_afterwards_shares_nothing_of_it() -> None:
     """It has computed its KV; in the pool blocks of one that was to compute the same there may be none."""
     engine = SwapEngine(swap_mode="swap")

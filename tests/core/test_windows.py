@@ -460,6 +460,30 @@ def test_checkpoints_that_were_not_evicted_do_not_count(caplog) -> None:
     assert "the windows take 50 blocks and a chunk 3" in caplog.text
 
 
+def test_a_checkpoint_that_the_tier_has_is_not_dropped() -> None:
+    """A request returns to a prefix in HBM beyond it, so that its window blocks before it are gone."""
+    engine = WindowEngine((5,), save_on="compute", decode_save=True)
+    request = engine.add("a", tokens(9))
+    assert request is not None
+    engine.step({"a": 9})
+    engine.settle()
+    for token in range(8):
+        engine.generate(request, token)
+    engine.step({"a": 8})
+    engine.settle()
+    held = engine.held(request)
+    engine.remove("a", preempt=True)
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_dropped_checkpoints) == (2, 0)
+    full, window = [[*range(1, 6)], [0, 0, 0, 14, 15]]
+    engine.scheduler.match("a", held.block_hashes, num_tokens=17, num_computed_tokens=16)
+    engine.scheduler.admit("a", [full, window], num_loaded_tokens=0)
+    engine.scheduler.plan_step(
+        [dataclasses.replace(held, block_tables=[full, window], num_prompt_tokens=9, num_computed_tokens=17)]
+    )
+    assert engine.scheduler.stats().num_dropped_checkpoints == 0
+
+
 def test_windows_take_the_staging_blocks_that_are_left() -> None:
     """Of four: one for a preempted request, two for another that is computed, and one for windows."""
     engine = WindowEngine((5,), save_on="compute,preemption", num_staging_blocks=4)

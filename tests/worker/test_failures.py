@@ -24,7 +24,8 @@ from tests.worker.engine import (
     split_path,
     wait_until_rebuilt,
 )
-from tpu_offload.errors import CachesLostError, TransferError
+from tpu_offload import OffloadConfig, OffloadWorker
+from tpu_offload.errors import CachesLostError, ConfigError, TransferError
 from tpu_offload.kernels import Flight, Phase
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction, JobKind, StepPlan
@@ -374,6 +375,15 @@ def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     engine.worker.end_step(plan, engine.caches)
     assert engine.worker.poll(wait=True).results[0].job_id == 9
     assert engine.worker.poll().oldest_job_id == 10
+
+
+@pytest.mark.parametrize("incarnation", [0, -1, 2**63, "1"])
+def test_an_incarnation_that_schedulers_do_not_know_is_refused(incarnation):
+    """To them 0 is a worker that has not reported yet: its restart would not be noticed."""
+    engine = Engine()
+    config = OffloadConfig.create(num_cpu_chunks=4, skip_jax_precompile=True)
+    with pytest.raises(ConfigError, match=r"incarnation=.*; expected an integer from 1 on"):
+        OffloadWorker(config, engine.layout, engine.caches, incarnation=incarnation)
 
 
 @pytest.mark.parametrize("in_mesh", [False, True])

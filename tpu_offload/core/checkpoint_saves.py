@@ -154,7 +154,8 @@ class CheckpointSaves:
                 if saved is None:
                     self._counts.num_dropped_checkpoints += 1
                     continue
-                batch.add(request, tail, saved)
+                if saved:
+                    batch.add(request, tail, saved)
         finally:  # also if an eviction policy raises: a job ends what was begun
             if any(batch.slots):
                 self._plan_job(kind, batch, deadline_s=deadline_s)
@@ -179,7 +180,7 @@ class CheckpointSaves:
     def _begin(self, request: RequestState, tail: Tail, room: int) -> list[NewPiece] | None:
         """Begins one checkpoint; returns the pieces to save for it, None if it is dropped."""
         boundary, keys = tail.boundary, request.keys
-        if tail.tables is None or not request.can_save:
+        if not request.can_save:
             return None
         if self._index.state(keys[boundary - 1]) not in (ChunkState.PENDING, ChunkState.READY):
             return None
@@ -187,6 +188,8 @@ class CheckpointSaves:
         if checkpoint is not None:
             self._index.touch_checkpoint(checkpoint)
             return []
+        if tail.tables is None:
+            return None
         before = request.rolling if tail.rolls else None
         begun = self._index.begin_checkpoint(keys, boundary, max_chunks=room, before=before, rolls=tail.rolls)
         if begun is None:
@@ -230,5 +233,4 @@ class _Batch:
             first = len(table) - (tail.boundary - piece.number) * size
             self.blocks[piece.group] += table[first : first + size]
             self.slots[piece.group].append(piece.slot)
-        if saved:
-            self.request_ids.append(request.request_id)
+        self.request_ids.append(request.request_id)

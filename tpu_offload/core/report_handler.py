@@ -173,7 +173,7 @@ class ReportHandler:
             CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=report.num_cache_losses)
         )
         self._lost_caches.append(report.worker_id)
-        self._transfers.mark_caches_lost()
+        self._transfers.mark_caches_lost(swapped_out=self._swap.out)
         self._swap.mark_caches_lost()
 
     def _handle_restart(self, report: StepReport) -> None:

@@ -322,7 +322,7 @@ class OffloadScheduler:
             known = self._workers.known_epoch(epoch.worker_id)
             if known[0] == epoch.incarnation and known[1] < epoch.num_losses:
                 self._workers.set_epoch(epoch)
-        self._transfers.mark_caches_lost()
+        self._transfers.mark_caches_lost(swapped_out=self._swap.out)
         self._swap.mark_caches_lost()
 
     def abort_step(self, plan: Given[StepPlan]) -> None:
@@ -345,7 +345,7 @@ class OffloadScheduler:
         """
         plan = check_plan(plan, num_steps=self._num_steps, next_job_id=self._jobs.next_job_id)
         self._transfers.abort_step(plan)
-        self._swap.abort_step(plan.next_job_id)
+        self._swap.abort_step(plan)
 
     def preempt(self, request_id: Given[str], *, held: Given[ScheduledRequest | None] = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.

@@ -6,7 +6,7 @@ stay reserved, and the slots of a save in quarantine.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -177,15 +177,16 @@ class Transfers:
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
-    def mark_caches_lost(self) -> None:
-        """All KV in HBM is gone: clears all offers and fails all loads.
+    def mark_caches_lost(self, *, swapped_out: Container[str]) -> None:
+        """All KV in HBM is gone: clears all offers and fails all loads. Swapped-out requests have theirs elsewhere.
 
         Saves in flight have read their blocks before the loss, or are cancelled by the worker that lost its caches.
         """
         self._saves.abandon_plan()
         for request in self._requests.all():
             self._saves.clear_offer(request)
-            request.mark_caches_lost()
+            if request.request_id not in swapped_out:
+                request.mark_caches_lost()
         for load in list(self._queue):
             load.num_valid_tokens = 0
             self._give_up_waiting(load)

@@ -40,10 +40,11 @@ _SAME_AS_SCHEDULER = {
 
 def expected_setups(config: OffloadConfig, layout: KVLayout, num_workers: int) -> tuple[dict[str, Any], ...]:
     """Per worker, for fields in `_SAME_AS_SCHEDULER` that settings decide, the value that its setup must have."""
-    return tuple(_expected_setup(config, of_worker) for of_worker in layout.stages or (layout,) * num_workers)
+    return tuple(setup_fields(config, of_worker) for of_worker in layout.stages or (layout,) * num_workers)
 
 
-def _expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
+def setup_fields(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
+    """The fields of a `WorkerSetup` that settings and layout decide; each side computes them from its own."""
     segments = config.host_segments(layout) if config.enabled else None
     expected: dict[str, Any] = {
         "fingerprint": layout.fingerprint().hex(),

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.workers import setup_fields
 from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
@@ -34,11 +35,11 @@ def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as a Python integer; raises ConfigError unless it is one from 0 on."""
-    count = as_count(value)
-    if count is None or count >= 2**63:
-        raise ConfigError(f"{name}={one_line(value)}; expected an integer from 0 on")
+def check_count(name: str, value: Any, *, least: int = 0) -> int:
+    """The value as a Python integer; raises ConfigError unless it is one from `least` on."""
+    count = as_count(value, least=least)
+    if count is None:
+        raise ConfigError(f"{name}={one_line(value)}; expected an integer from {least} on")
     return count
 
 
@@ -60,22 +61,14 @@ def describe_setup(
     """
     num_tiers = len(config.storage_tiers)
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
-    segments = config.host_segments(layout) if config.enabled else None
-    segment_slots = segments.segment_slots if segments is not None else tier.pools.segment_slots if tier else ()
+    fields = {"segment_slots": tier.pools.segment_slots if tier else ()} | setup_fields(config, layout)
     paths = {direction: tier.pools.paths[direction].value if tier else "" for direction in Direction}
     return WorkerSetup(
         num_processes=len(processes),
         process_index=jax.process_index(),
-        fingerprint=layout.fingerprint().hex(),
-        blocks_per_chunk=config.blocks_per_chunk if config.enabled else 0,
-        staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
-        max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
-        segment_slots=segment_slots,
         save_path=paths[Direction.SAVE],
         load_path=paths[Direction.LOAD],
-        bucket_blocks=tuple(config.block_size_buckets),
-        max_swap_blocks=config.max_swap_blocks(layout),
-        storage_chunks=config.storage_chunks(layout),
         stored_keys=storage.stored_keys if storage is not None else ((),) * num_tiers * layout.num_ranks,
         shares_storage=storage.are_shared if storage is not None else (False,) * num_tiers,
+        **fields,
     )

@@ -1,6 +1,6 @@
 """The worker: dispatches the copies of a `StepPlan` and reports their results in a `StepReport`.
 
-    kv_caches = worker.begin_step(plan, kv_caches)   # early saves, loads
+    kv_caches = worker.begin_step(plan, kv_caches)   # demotions, early saves, swaps, loads
     kv_caches = forward(kv_caches, ...)
     worker.end_step(plan, kv_caches)                 # saves
     report = worker.poll()
@@ -84,8 +84,8 @@ class OffloadWorker:
       available: free bytes of host memory; None measures them.
       fused: the engine runs the fused copies in its own step, so a path may be `fused`.
       wrap_copier: wraps the copiers, except the copies inside the engine's step; for tests in which copies fail.
-      incarnation: included in every report; greater than in any earlier incarnation of this worker. None takes the
-        time of day, in ns.
+      incarnation: included in every report, at least 1; greater than in any earlier incarnation of this worker. None
+        takes the time of day, in ns.
     Raises:
       LayoutError: the layout does not describe these caches, or the host tier cannot hold their blocks.
       ConfigError: a size in `config` is invalid for the layout, a path is `fused` and the engine does not support it,
@@ -110,7 +110,7 @@ class OffloadWorker:
     ) -> None:
         worker_id = check_count("worker_id", worker_id)
         holder_id = worker_id if holder_id is None else check_count("holder_id", holder_id)
-        incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation)
+        incarnation = time.time_ns() if incarnation is None else check_count("incarnation", incarnation, least=1)
         check_kinds(config, layout)
         check_caches(layout, kv_caches)
         self._timeout_s = config.job_timeout_s
@@ -237,7 +237,7 @@ class OffloadWorker:
     def begin_step(
         self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False, urgent: Collection[int] = ()
     ) -> Caches:
-        """Dispatches the early saves and loads of a plan, before the forward pass.
+        """Dispatches what a plan has before the forward pass: demotions, early saves, swaps and loads; starts reads.
 
         Call it with an empty plan too: staged loads that have arrived are written into the caches here.
 

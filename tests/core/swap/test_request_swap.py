@@ -342,6 +342,27 @@ def test_taken_away_again_while_it_comes_back():
     engine.check_empty()
 
 
+def test_a_loss_of_the_caches_costs_a_request_that_is_out_nothing():
+    """Its KV is in the pool: once it is back, it is saved and swapped out like any other."""
+    engine = SwapEngine(num_host_chunks=8)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.scheduler.mark_caches_lost()
+    assert engine.swap.can_swap_in("a")
+    engine.swap_in("a")
+    engine.settle()
+    request = engine.running["a"]
+    engine.step([engine.scheduled(request)])
+    engine.settle()
+    assert engine.scheduler.stats().saved_blocks == request.num_computed // BLOCK_SIZE
+    assert engine.swap_out("a")
+    engine.settle()
+    engine.discard("a")
+    engine.settle()
+    engine.check_empty()
+
+
 def test_abort_when_the_loss_is_not_reported_yet():
     engine = SwapEngine()
     engine.start("a", PROMPT)
@@ -382,7 +403,7 @@ def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_not_reu
     engine.step()
     late, engine.workers[0].unreported = engine.workers[0].unreported, []
     assert engine.report(engine.workers[0]).lost_swaps == ("a",)
-    assert f"swap {direction} of request a timed out after 10 s; the request is recomputed" in caplog.text
+    assert f"swap {direction} of request a timed out; the request is recomputed" in caplog.text
     assert swap_stats(engine, "swap_held_blocks", "num_timed_out_jobs", "num_failed_jobs") == (
         5 if direction == "out" else 0, 1, 1
     )  # fmt: skip
@@ -455,6 +476,10 @@ def test_calls_that_make_no_sense_change_nothing():
         engine.swap.swap_out("a", [tables[0][:4], tables[1]], num_computed_tokens=17)
     with pytest.raises(RequestError, match="request a is not swapped out"):
         engine.swap.num_blocks("a")
+    with pytest.raises(
+        RequestError, match=r"computed 512 tokens, which attend to 'many', in 0\.1 seconds; expected num"
+    ):
+        engine.swap.observe_prefill(512, 0.1, "many")  # type: ignore[arg-type]
     engine.check_empty()
     with pytest.raises(RequestError, match="num_computed_tokens=-3; expected an integer from 0 on"):
         engine.swap.swap_out("a", tables, num_computed_tokens=-3)

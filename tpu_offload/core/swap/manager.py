@@ -36,7 +36,7 @@ from tpu_offload.core.validate import check_request, read_request_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
 from tpu_offload.native import Given
-from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind, JobState
+from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind, JobState, StepPlan
 
 
 @final
@@ -66,6 +66,7 @@ class RequestSwap:
         self._swapped: dict[str, SwappedRequest] = {}
         self._swapped_in: list[str] = []
         self._lost: list[str] = []
+        self._num_steps = 0  # planned
         self._stats = SwapStats(context.counts)
 
     # Engine events.
@@ -81,8 +82,7 @@ class RequestSwap:
         Raises:
           RequestError: an argument is not a number.
         """
-        num_tokens, seconds = read_prefill(num_tokens, seconds)
-        _, num_attended = read_prefill(0, num_attended)
+        num_tokens, seconds, num_attended = read_prefill(num_tokens, seconds, num_attended)
         self._costs.observe_prefill(num_tokens, seconds)
         if math.isfinite(seconds) and math.isfinite(num_attended):
             self._context.costs.observe_prefill(num_tokens, seconds, max(0.0, num_attended))
@@ -159,6 +159,7 @@ class RequestSwap:
             ),
             tier_blocks=placement.tier_blocks,
             writers=self._jobs.writing(shared),
+            step_id=self._num_steps,
         )
         self._pool.set_hashes(allocated[0][: len(placement.hashes)], placement.hashes)
         self._swapped[request_id] = swapped
@@ -250,6 +251,7 @@ class RequestSwap:
 
     def begin_step(self) -> None:
         """A step is planned."""
+        self._num_steps += 1
         self._stats.begin_step()
 
     def ended(self, job: Job) -> None:
@@ -309,18 +311,29 @@ class RequestSwap:
             if any(first <= slot < end for slot in swapped.held.slots):
                 self._mark_lost(swapped)
 
+    @property
+    def out(self) -> frozenset[str]:
+        """Requests that are swapped out and hold no blocks of HBM."""
+        return frozenset(name for name, swapped in self._swapped.items() if swapped.state is SwapState.OUT)
+
     def mark_caches_lost(self) -> None:
         """All KV in HBM is lost: copies out that are not sent yet fail. Workers decide about those that are."""
         for job in self._jobs:
             if job.direction is Direction.SAVE and job.state is JobState.PLANNED:
                 job.mark_failed("the KV caches were lost")
 
-    def abort_step(self, next_job_id: int) -> None:
-        """A step has computed nothing: copies out that were planned after it, from this id on, fail."""
+    def abort_step(self, plan: StepPlan) -> None:
+        """A step has computed nothing: requests that were swapped out after it was planned are lost.
+
+        Those that needed no copy, too: the step has not sampled their next token.
+        """
         for job in self._jobs:
-            if job.direction is Direction.SAVE and job.job_id >= next_job_id:
+            if job.direction is Direction.SAVE and job.job_id >= plan.next_job_id:
                 job.make_void("the step that was to compute its KV was aborted")
                 self._pool.clear_hashes(job.held.pool_blocks[0])  # later swap-outs have KV of their own
+        for swapped in list(self._swapped.values()):
+            if swapped.step_id > plan.step_id:
+                self._mark_lost(swapped)
 
     def reset(self) -> None:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""

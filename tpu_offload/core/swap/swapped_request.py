@@ -31,6 +31,7 @@ class SwappedRequest:
         in the swap pool, in the order of its block table.
       tier_blocks: places of its first blocks in the host tier.
       writers: ids of the jobs in flight that write those places.
+      step_id: id of the plan that followed its swap-out.
       state: out, or returning.
       job: the copy back while it is in flight. Without one a RETURNING request waits only for `writers`.
     """
@@ -39,6 +40,7 @@ class SwappedRequest:
     held: Holdings
     tier_blocks: tuple[int, ...]
     writers: set[int]
+    step_id: int
     state: SwapState = SwapState.OUT
     job: Job | None = None
 

@@ -12,23 +12,23 @@ from tpu_offload.values import as_integer, one_line
 _MAX_TOKENS: Final = 2**63 - 1
 
 
-def read_prefill(num_tokens: Any, seconds: Any) -> tuple[int, float]:
-    """The two as Python numbers.
+def read_prefill(num_tokens: Any, seconds: Any, num_attended: Any) -> tuple[int, float, float]:
+    """All three as Python numbers.
 
     Raises:
       RequestError: one of them is not a number.
     """
     count = as_integer(num_tokens)
-    took_s: float | None
     try:
-        took_s = float(seconds)
+        took_s, attended = float(seconds), float(num_attended)
     except Exception:  # the object is not ours
-        took_s = None
-    if count is None or took_s is None:
+        count = None
+    if count is None:
         raise RequestError(
-            f"a step computed {one_line(num_tokens)} tokens in {one_line(seconds)} seconds; expected numbers"
+            f"a step computed {one_line(num_tokens)} tokens, which attend to {one_line(num_attended)}, in "
+            f"{one_line(seconds)} seconds; expected numbers"
         )
-    return min(count, _MAX_TOKENS), took_s
+    return min(count, _MAX_TOKENS), took_s, attended
 
 
 def read_computed_blocks(
