@@ -1,7 +1,7 @@
 """The messages between scheduler and worker: one plan down and one report up per step.
 
 The two may be different processes on different hosts, so everything here is frozen, picklable and holds only ids and
-numbers: no arrays, and no objects of either side. Frozen means for type checkers (see `records`).
+numbers: no arrays, and no objects of either side. They are frozen for type checkers only (see `tpu_offload.frozen`).
 """
 
 import dataclasses
@@ -62,7 +62,8 @@ class JobKind(enum.Enum):
 
     Attributes:
       direction: the direction of the copy.
-      of_swap: whether it swaps a request out or in: all of its blocks or none. Any other job may fail in part.
+      of_swap: whether it swaps a request out or in: all of its blocks or none. Others may fail in part, except
+        lookups and clearings.
       of_storage: whether it copies chunks between host memory and storage, or asks storage for some: it has no parts.
       writes_host: whether it writes host memory, which stays reserved while a late copy may run; else it reads it.
     """
@@ -138,7 +139,7 @@ class CopyPart:
 
 @record(frozen=True, slots=True, kw_only=True)
 class CopyJob:
-    """Blocks that move together: to or from HBM for one request, or a save for one or more.
+    """One job of the workers: blocks that move to or from HBM, for one request or several, or what storage does.
 
     Attributes:
       job_id: unique over the lifetime of the scheduler.
@@ -323,7 +324,7 @@ class JobResult:
     Attributes:
       job_id: the job.
       state: FINISHED, FAILED or CANCELLED.
-      error: what went wrong, in one line; empty unless FAILED.
+      error: what went wrong, or why it was cancelled, in one line; empty if FINISHED.
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
         them, as always for a swap. Of a storage job: positions in its chunks or deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.

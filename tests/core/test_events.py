@@ -363,9 +363,9 @@ def test_nothing_knows_the_state_of_an_evicted_checkpoint_that_a_load_still_read
 def test_a_checkpoint_of_which_a_part_is_lost_takes_no_state() -> None:
     case = PartlyLost()
     case.index.checkpoints.release(case.checkpoint)
-    assert case.index.num_states == 1
+    assert case.index.checkpoints.num_states == 1
     assert case.find() is None
-    assert case.index.num_states == 0
+    assert case.index.checkpoints.num_states == 0
     assert case.state in case.removed()
     case.index.check_invariants()
 

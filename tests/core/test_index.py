@@ -8,6 +8,7 @@ from tests.compiled import interpreted_only
 from tests.core.policies.told import DepthsPolicy
 from tests.inside.scheduler import slots_in
 from tpu_offload.core.index import ChunkIndex, ChunkState
+from tpu_offload.core.index.vacating import Vacating
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, PriorityPolicy, Use
 from tpu_offload.types import ChunkKey, Pool
 
@@ -242,6 +243,20 @@ def test_slots_are_free_after_a_clear_whose_policy_raises() -> None:
     fill(index, chain("b", 4))
     assert len(allocate(index, chain("c", 4))) == 4, "the old policy would evict what is gone"
     index.check_invariants()
+
+
+@interpreted_only
+def test_slots_are_vacated_from_the_last_one_on() -> None:
+    index = make(5)
+    for name in "abcde":
+        fill(index, chain(name, 1))
+    evicted: list[ChunkKey] = []
+    vacating = Vacating(index._tree, index._states, index.checkpoints, evict=evicted.append)
+    vacating.evict_chunks(range(1, 5))
+    by_slot = {slot: key for key, slot in slots_in(index).items()}
+    assert evicted == [by_slot[slot] for slot in (4, 3, 2, 1)]
+    vacating.evict_chunks(range(1, 5))
+    assert evicted[4:] == evicted[:4], "and around again"
 
 
 @pytest.fixture

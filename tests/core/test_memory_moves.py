@@ -316,7 +316,7 @@ def test_a_call_looks_at_few_checkpoints(is_held, monkeypatch) -> None:
             begun = index.begin_checkpoint(keys, end, max_chunks=10)
             assert begun is not None
             index.checkpoints.complete([piece.slot for piece in begun[1]], success=True)
-    assert (index.num_checkpoints, index.num_free_slots) == (400, 800)
+    assert (len(index.checkpoints), index.num_free_slots) == (400, 800)
     last = index.checkpoints.get(keys[-1])
     assert last is not None
     if is_held:

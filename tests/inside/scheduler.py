@@ -139,7 +139,7 @@ def expected_chunks(planner: "StoragePlanner") -> "set[ChunkKey]":
 
 def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":
     """What is asked of a shared storage tier."""
-    return planner._lookups
+    return planner.lookups
 
 
 def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, Use]":

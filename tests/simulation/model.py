@@ -514,8 +514,8 @@ class Model:
             if self.index.state(key) is None:
                 raise Violation("a checkpoint has outlived the chunk before it")
         gone = [checkpoint for key, checkpoint in known.items() if self.checkpoints.get(key) is not checkpoint]
-        self.unexplained += self.index.num_evicted_checkpoints - self.num_evicted_checkpoints
-        self.num_evicted_checkpoints = self.index.num_evicted_checkpoints
+        self.unexplained += self.index.checkpoints.num_evicted - self.num_evicted_checkpoints
+        self.num_evicted_checkpoints = self.index.checkpoints.num_evicted
         for checkpoint in gone:
             self._check_gone(checkpoint)
         self.unexplained = 0

@@ -108,7 +108,7 @@ class _Checkpoints:
 
     def check(self, expected: int) -> None:
         """Raises Violation unless there are so many checkpoints."""
-        found = chunk_index(self._world.scheduler).num_checkpoints
+        found = len(chunk_index(self._world.scheduler).checkpoints)
         if found != expected:
             raise Violation(f"long after the last fault, there are {found} checkpoints; expected {expected}")
 

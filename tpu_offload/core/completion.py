@@ -16,7 +16,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import Direction, JobKind, JobState
+from tpu_offload.types import Direction, JobState
 
 _logger = logging.getLogger(__name__)
 
@@ -30,17 +30,13 @@ class Completion:
       index: chunks are unpinned here, checkpoints released, and slots leave quarantine.
       pool: places of the swap pool are released here.
       counts: the counters to increment.
-      timeout_s: the job timeout, for log lines.
     """
 
-    def __init__(
-        self, *, staging: Staging, index: ChunkIndex, pool: SwapPool, counts: OffloadStats, timeout_s: float
-    ) -> None:
+    def __init__(self, *, staging: Staging, index: ChunkIndex, pool: SwapPool, counts: OffloadStats) -> None:
         self._staging = staging
         self._index = index
         self._pool = pool
         self._counts = counts
-        self._timeout_s = timeout_s
 
     def release(self, held: Holdings, *, late_account: str = "", sweep: bool = True) -> None:
         """Releases all that a copy holds; it has ended, at whichever stage.
@@ -89,9 +85,7 @@ class Completion:
         timed_out, kind, breaker = job.state is JobState.TIMED_OUT, job.kind, job.held.breaker
         failed = job.state is JobState.FAILED and (job.copy_failed or not job.is_void)
         if timed_out:
-            # A lookup has a deadline of its own.
-            after = "" if kind is JobKind.LOOKUP else f" after {self._timeout_s:g} s"
-            _logger.warning("%s timed out%s; %s", job.what, after, job.consequence)
+            _logger.warning("%s timed out; %s", job.what, job.consequence)
         elif failed:
             _logger.warning("%s failed: %s; %s", job.what, job.error, job.consequence)
         if (timed_out or failed) and not kind.of_storage:  # those have counters of their own

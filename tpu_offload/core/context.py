@@ -109,9 +109,7 @@ class TierContext:
         )
         swap_pool = SwapPool(num_groups=len(layout.groups))
         counts = OffloadStats()
-        completion = Completion(
-            staging=staging, index=index, pool=swap_pool, counts=counts, timeout_s=config.job_timeout_s
-        )
+        completion = Completion(staging=staging, index=index, pool=swap_pool, counts=counts)
         keys = KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk)
         return cls(
             config=config,

@@ -46,7 +46,6 @@ class HostPools:
     def __init__(self, context: TierContext, *, num_workers: int, save_policy: SavePolicy) -> None:
         config, layout = context.config, context.layout
         self._index = context.index
-        self._counts = context.counts
         self._save_policy = save_policy
         self._max_slots = config.host_slots(layout)
         self._first_slots = config.first_slots(layout)

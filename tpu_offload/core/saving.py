@@ -238,7 +238,8 @@ class SavePlanner:
         """Plans the saves of all chunks on offer: early saves first, then those that have waited longest.
 
         Higher priorities come before lower ones. O(1) when there is nothing to save. Plans all early saves, which
-        cannot be retried, and of the others at most `MAX_CHUNKS_PER_PLAN` chunks.
+        cannot be retried, and of the others at most `MAX_CHUNKS_PER_PLAN` chunks; if there are more, those of the
+        smallest requests.
         """
         if not self._unsaved and not self.early and not self._checkpoints:
             self._staging.end_plan(saves_wait=False)
@@ -276,7 +277,10 @@ class SavePlanner:
         return max(request.num_deferred_chunks, _num_unsaved(request))
 
     def rewind(self, requests: Iterable[RequestState], lost: set[ChunkKey]) -> None:
-        """Offers lost chunks again, for each request that had saved them. O(requests + chunks behind the lost ones)."""
+        """Offers lost chunks again, for each request that had saved them. O(requests).
+
+        And O(their saved chunks) while a chunk is INVALID, or follows a lost one.
+        """
         for request in requests:
             missing, end = self._index.missing(request.keys, 0, request.num_saved_chunks)
             first = missing[0] if missing else end  # those before it are there

@@ -151,9 +151,9 @@ class SwapCopies:
         for copies in self._all():
             copies.collect()
 
-    def waiting_on(self, *, all_of_them: bool = True) -> list[Any]:
+    def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """The tokens of the copies in flight; `collect` can end each that is ready."""
-        return [array for copies in self._all() for array in copies.waiting_on()]
+        return [array for copies in self._all() for array in copies.waiting_on(all_of_them=all_of_them)]
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""

@@ -131,26 +131,6 @@ class ChunkIndex:
         return self._evictor.num_evicted
 
     @property
-    def num_checkpoints(self) -> int:
-        """Checkpoints, READY or being saved."""
-        return len(self.checkpoints)
-
-    @property
-    def num_window_chunks(self) -> int:
-        """Slots that hold chunks of window groups."""
-        return self.checkpoints.num_window_chunks
-
-    @property
-    def num_states(self) -> int:
-        """Slots that hold states."""
-        return self.checkpoints.num_states
-
-    @property
-    def num_evicted_checkpoints(self) -> int:
-        """Checkpoints evicted so far, by themselves or with their prefix."""
-        return self.checkpoints.num_evicted
-
-    @property
     def has_changes(self) -> bool:
         """Whether `take_changes` has something to return."""
         return bool(self._changes)

@@ -17,7 +17,7 @@ _MIN_STRIDE = 8
 def resident_slots(tree: PrefixTree, keys: Sequence[ChunkKey], first: int) -> list[int]:
     """Slots of the chunks of a prefix from chunk `first` on, up to the first that is not resident.
 
-    Looks up a logarithm of the keys, unless chunks of this prefix were lost.
+    Looks up a logarithm of the keys; each of them while any resident chunk follows one that was lost.
     """
     num_keys = len(keys)
     if first >= num_keys:
@@ -35,7 +35,7 @@ def resident_slots(tree: PrefixTree, keys: Sequence[ChunkKey], first: int) -> li
 def missing_chunks(tree: PrefixTree, keys: Sequence[ChunkKey], first: int, end: int) -> Sequence[int]:
     """Which of the chunks `first` to `end - 1` of a prefix, at least one, are not resident; ascending.
 
-    Looks up a logarithm of the keys, unless chunks of this prefix were lost.
+    Looks up a logarithm of the keys; each of them while any resident chunk follows one that was lost.
     """
     key = keys[first]
     head = tree.slot_of.parts[key[0]].get(key)

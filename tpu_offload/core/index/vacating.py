@@ -48,8 +48,8 @@ class Vacating:
             num_left -= 1
             if not self._path:
                 num_slots_left -= 1
-                self._num_slots_seen = (self._num_slots_seen + 1) % len(slots)
-                self._begin_path(slots[-self._num_slots_seen - 1])
+                self._begin_path(slots[-1 - self._num_slots_seen % len(slots)])
+                self._num_slots_seen += 1
                 continue
             key = self._path[-1]
             slot = self._tree.slot_of.get(key)

@@ -50,6 +50,7 @@ class LookupPlanner:
       context: the scheduler's shared state.
       tier: the settings of the tier.
       capacity: most chunks that may count as stored.
+      breaker: suspends lookups while they fail.
       is_known: whether a chunk is resident, in any tier or on its way to one.
       add_found: called with leading chunks of a prefix that storage has.
     """
@@ -60,6 +61,7 @@ class LookupPlanner:
         tier: StorageTierConfig,
         *,
         capacity: int,
+        breaker: CircuitBreaker,
         is_known: Callable[[ChunkKey], bool],
         add_found: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
@@ -76,12 +78,7 @@ class LookupPlanner:
         self._max_keys = min(_MAX_PREFIX_KEYS, capacity)
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
-        self.breaker = CircuitBreaker(
-            f"lookups in {tier.label}",
-            num_failures=config.breaker_failures,
-            retry_s=config.breaker_retry_s,
-            clock=context.clock,
-        )
+        self.breaker = breaker
         # By their first keys, prefixes that the next plan asks for, and those in flight.
         self._wanted: dict[ChunkKey, tuple[ChunkKey, ...]] = {}
         self._asked: dict[ChunkKey, tuple[ChunkKey, ...]] = {}

@@ -25,7 +25,6 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.policies import Use
-from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.jobs import STORAGE_JOBS, WRITES, TierJobs
 from tpu_offload.core.storage.lookups import LookupPlanner
 from tpu_offload.core.storage.reads import StorageReads, TierNeighbors
@@ -54,6 +53,7 @@ class StoragePlanner:
       records: what is stored, and in flight.
       writes: what is written and deleted.
       reads: what is read.
+      lookups: what a shared tier is asked for.
     """
 
     def __init__(
@@ -88,10 +88,14 @@ class StoragePlanner:
             mark_lost=mark_lost,
             neighbors=neighbors,
         )
-        self._lookups = LookupPlanner(
-            context, tier, capacity=num_chunks, is_known=neighbors.knows, add_found=self.add_found
+        self.lookups = LookupPlanner(
+            context,
+            tier,
+            capacity=num_chunks,
+            breaker=jobs.make_breaker("lookups in"),
+            is_known=neighbors.knows,
+            add_found=self.add_found,
         )
-        self._breakers = [*jobs.breakers, self._lookups.breaker]
         self._listings: dict[int, Sequence[ChunkKey] | None] = {}  # by worker, until all have started
         self._num_workers = num_workers
         self._has_adopted = False
@@ -111,21 +115,6 @@ class StoragePlanner:
             self.records.begin(use, keys, num_above)
         self.writes.observe(use, keys, first)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other engines use the tier, too."""
-        return self.records.is_shared
-
-    def look_up(self, request: RequestState) -> None:
-        """Has a shared tier asked for the chunks after those known here; sets `Arrival.lookup_wait_s`."""
-        self._lookups.ask(request)
-
-    def look_up_pieces(
-        self, request: RequestState, checkpoints: Sequence[Sequence[ChunkKey]], *, first: int, end: int
-    ) -> None:
-        """Likewise, for checkpoints; see `LookupPlanner.ask_pieces`."""
-        self._lookups.ask_pieces(request, checkpoints, first=first, end=end)
-
     def add_found(self, keys: Sequence[ChunkKey]) -> None:
         """Other engines have stored this prefix. What has no room is left out, from the tail on."""
         records = self.records
@@ -138,20 +127,20 @@ class StoragePlanner:
     @property
     def has_plans(self) -> bool:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
-        return self.writes.has_plans or (self._lookups.has_plans and not self.writes.must_clear)
+        return self.writes.has_plans or (self.lookups.has_plans and not self.writes.must_clear)
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions, the cascade or demotion, and the lookup of the coming step."""
         self.records.tidy(self.writes.is_coming)
         if not self.writes.must_clear:
-            self._lookups.plan(now_s)
+            self.lookups.plan(now_s)
         self.writes.plan(now_s)
 
     # Resets and losses.
 
     def reset(self) -> None:
         """The stored KV is invalid: has storage cleared and fails the jobs in flight."""
-        self._lookups.reset()
+        self.lookups.reset()
         self.writes.reset()
         self.records.clear()
         for job in self._jobs.of(*STORAGE_JOBS):
@@ -171,7 +160,7 @@ class StoragePlanner:
         self.writes.forget_candidates()
         self._fail_jobs(f"worker {worker_id} has restarted")
         if is_shared:
-            self._lookups.enable()
+            self.lookups.enable()
             return
         if not self._has_adopted:
             self._listings[worker_id] = listed
@@ -217,7 +206,7 @@ class StoragePlanner:
     def ended(self, job: Job) -> None:
         """A job of this tier has ended."""
         if job.kind is JobKind.LOOKUP:
-            self._lookups.ended(job)
+            self.lookups.ended(job)
             return
         bad = frozenset(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
@@ -233,14 +222,14 @@ class StoragePlanner:
     @property
     def num_breaker_openings(self) -> int:
         """How often its copies were suspended."""
-        return sum(breaker.num_opened for breaker in self._breakers)
+        return sum(breaker.num_opened for breaker in self._jobs.breakers)
 
     def stats(self) -> TierStats:
         """A snapshot of its counts and gauges."""
         return dataclasses.replace(
             self._own_counts,
             num_stored_chunks=len(self.records.stored),
-            num_open_breakers=sum(not breaker.closed for breaker in self._breakers),
+            num_open_breakers=sum(not breaker.closed for breaker in self._jobs.breakers),
         )
 
     def stored_keys(self) -> list[ChunkKey]:
@@ -256,7 +245,7 @@ class StoragePlanner:
         records, writes = self.records, self._jobs.of(*WRITES)
         records.check_invariants()
         self.writes.check_invariants()
-        self._lookups.check_invariants()
+        self.lookups.check_invariants()
         pending = self.reads.pending(pieces=False)
         reads = [*pending, *self.reads.pending(pieces=True)]
         assert records.promoting == set(itertools.chain.from_iterable(records.of_slot(*chunk) for chunk in reads))

@@ -206,10 +206,10 @@ class StorageStackPlanner:
 
     def look_up(self, request: RequestState) -> None:
         """Has the nearest shared tier asked for the chunks after those known here; see `LookupPlanner.ask`."""
-        tier = next((tier for tier in self._tiers if tier.is_shared), None)
+        tier = next((tier for tier in self._tiers if tier.records.is_shared), None)
         if tier is None:
             return
-        tier.look_up(request)
+        tier.lookups.ask(request)
         if (
             self._checkpoints is not None
             and request.arrival.awaited_lookup is None
@@ -227,7 +227,7 @@ class StorageStackPlanner:
             request.arrival.num_asked_boundaries = end
             asked = checkpoints.unknown_records(request.keys, first, end, tier)
             if asked:
-                tier.look_up_pieces(request, asked, first=first, end=end)
+                tier.lookups.ask_pieces(request, asked, first=first, end=end)
 
     def wait_s(self, request: RequestState, otherwise_s: float) -> float:
         """How long a request waits for the PENDING chunk after those found; `otherwise_s` if no tier is read for it."""

@@ -16,7 +16,6 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -30,7 +29,7 @@ from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
 from tpu_offload.values import as_integer, error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.storage.lookups import StorageLookups
+from tpu_offload.worker.storage.lookups import AtLeast, StorageLookups
 from tpu_offload.worker.storage.record_io import StorageItem, StorageRecords
 from tpu_offload.worker.storage.slots import SlotPool, pool_of
 from tpu_offload.worker.storage.threads import StorageThreads
@@ -160,7 +159,7 @@ class StorageCopies:
         waits: list[Any] = [token for _, tokens in self._landing for token in tokens]
         waits += self._lookups.waiting_on(all_of_them=all_of_them)
         num_done = self._num_in_io if all_of_them else 1
-        return [*waits, _Done(self._io.done, num_done)] if self._num_in_io else waits
+        return [*waits, AtLeast(self._io.done, num_done)] if self._num_in_io else waits
 
     def stop(self) -> None:
         """Has the threads end, dropping queued items; `close` waits for them. The caller has waited for the copies."""
@@ -302,18 +301,6 @@ class StorageCopies:
         assert item.slot is not None
         error = item.pool.end_write(item.slot, tokens)
         self._end(item, item.error or error)
-
-
-class _Done:
-    """Ready once I/O threads have finished `num_items` items that are not collected yet."""
-
-    def __init__(self, done: deque[StorageItem], num_items: int) -> None:
-        self._done = done
-        self._num_items = num_items
-
-    def is_ready(self) -> bool:
-        """Like `jax.Array.is_ready`."""
-        return len(self._done) >= self._num_items
 
 
 def close_tier(tier: StorageTier, label: str) -> None:

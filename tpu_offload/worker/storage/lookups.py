@@ -80,19 +80,19 @@ class StorageLookups:
         """An object whose `is_ready` says that `collect` makes progress, or with `all_of_them` that it ends all."""
         if not self._num_in_flight:
             return []
-        return [_Answers(self._answered, self._num_in_flight if all_of_them else 1)]
+        return [AtLeast(self._answered, self._num_in_flight if all_of_them else 1)]
 
 
-class _Answers:
-    """Ready once so many lookups are answered and not collected yet."""
+class AtLeast:
+    """Ready once I/O threads have put so many items into a queue that are not collected yet."""
 
-    def __init__(self, answered: deque[_Call], num_calls: int) -> None:
-        self._answered = answered
-        self._num_calls = num_calls
+    def __init__(self, done: deque[Any], num_items: int) -> None:
+        self._done = done
+        self._num_items = num_items
 
     def is_ready(self) -> bool:
         """Like `jax.Array.is_ready`."""
-        return len(self._answered) >= self._num_calls
+        return len(self._done) >= self._num_items
 
 
 def _ask(tier: StorageTier, call: _Call, answered: deque[_Call]) -> None:
