@@ -259,10 +259,10 @@ class OffloadConfig(pydantic.BaseModel):
     storage_eviction_policy: tuple[StorageEvictionPolicy, ...] = Field(
         (StorageEvictionPolicy.AUTO,),
         description="Which chunks a full storage tier evicts. `auto` is `density` where the tier holds five times as "
-        "many as the host tier and nearer tiers together, or twice as many if it is written on `eviction`; a smaller "
-        "one is `lru`, or the better of the two if it is written on `save` and holds at least as many as these. Tiers "
-        "of a model with windows or states, and those that other engines share, are `lru` whatever this says. A "
-        "single value applies to each tier.",
+        "many as the host tier and nearer tiers together, or twice as many if it is written on `eviction`; in a "
+        "smaller one it is the better of `density` and `lru`, and `lru` if it holds fewer than these. Tiers of a model "
+        "with windows or states, and those that other engines share, are `lru` whatever this says. A single value "
+        "applies to each tier.",
     )
     storage_copy_path: StorageCopyPath = Field(
         StorageCopyPath.AUTO,
