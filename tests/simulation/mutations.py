@@ -298,9 +298,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that was swapped out after an aborted step returns",
-        "RequestSwap.abort_step",
-        "job.job_id >= next_job_id",
-        "False",
+        "OffloadScheduler.abort_step",
+        "self._swap.abort_step(plan)",
+        "pass",
     ),
     Mutation(
         "the sampled token counts as computed",
@@ -487,7 +487,7 @@ MUTATIONS = (
     Mutation(
         "lost caches only change the plans",
         "ReportHandler._handle_cache_loss",
-        "self._transfers.mark_caches_lost()",
+        "self._transfers.mark_caches_lost(swapped_out=_)",
         "",
     ),
     Mutation(
@@ -793,8 +793,8 @@ MUTATIONS = (
     Mutation(
         "a checkpoint with KV from before a reset is saved",
         "CheckpointSaves._begin",
-        "... or not request.can_save",
-        "...",
+        "not request.can_save",
+        "False",
     ),
     Mutation(
         "checkpoints from before a reset are saved after it", "SavePlanner.reset", "self._checkpoints.clear()", "pass"
