@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, FakeEngine, FakeWorker, tokens
-from tests.inside.scheduler import job_table
+from tests.inside.scheduler import job_table, save_planner
 from tpu_offload import (
     CachedPrefix,
     JobKind,
@@ -160,6 +160,7 @@ def test_a_prefix_that_is_evicted_block_by_block_is_saved_once() -> None:
     request = computed(engine, "a", tokens(16))
     for num_blocks in (4, 3, 2):
         engine.scheduler.evict(prefix(request, num_blocks))
+    assert len(save_planner(engine.scheduler).early) == 1
     plan, _ = engine.step()
     (job,) = plan.of(JobKind.EARLY_SAVE)
     assert list(job.block_ids) == request.block_ids
@@ -172,6 +173,17 @@ def test_a_longer_part_of_a_prefix_is_saved_too() -> None:
         engine.scheduler.evict(prefix(request, num_blocks))
     plan, _ = engine.step()
     assert sorted(blocks(plan.of(JobKind.EARLY_SAVE))) == sorted(request.block_ids)
+
+
+def test_a_prefix_is_saved_though_a_request_offers_what_was_lost_of_it() -> None:
+    engine = FakeEngine(save_on="eviction,preemption")
+    lost = computed(engine, "a", tokens(16))
+    engine.scheduler.mark_caches_lost()
+    request = computed(engine, "b", tokens(16))
+    engine.scheduler.preempt("a", held=engine.held(lost))
+    engine.scheduler.evict(prefix(request))
+    plan, _ = engine.step()
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids
 
 
 def test_a_prefix_is_saved_again_after_a_reset_in_the_same_step() -> None:

@@ -501,6 +501,7 @@ def test_without_devices_jax_is_left_alone(monkeypatch):
         ("valkey://me:an/SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
         ("valkey://me:an@SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
         ("valkey://me:a SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ("valkey://me:a\nSECRET@127.0.0.1:1/0", "***@127.0.0.1:1"),
         ('valkey://me:a"SECRET@127.0.0.1:1/0', "***@127.0.0.1:1"),
         ("valkey://127.0.0.1:1/0?password=SECRET&ca_file=/x", "password=***&ca_file=/x"),
         ("s3://bucket/p?aws_secret_access_key=SE/SECRET&region=us", "secret_access_key=***&region=us"),

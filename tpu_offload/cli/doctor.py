@@ -103,5 +103,5 @@ def _without_passwords(value: Any) -> Any:
         return [_without_passwords(part) for part in value]
     if not isinstance(value, str):
         return value
-    value = re.sub(r"://.*@", "://***@", value, flags=re.DOTALL)  # to the last one: a password may have any character
+    value = re.sub(r"://.*@", "://***@", value)  # to the last one: a password may have any character
     return _SECRET_OPTION.sub(r"\1***", value)

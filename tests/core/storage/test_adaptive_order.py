@@ -446,6 +446,17 @@ def test_chunks_before_expected_ones_are_not_displaced():
     assert prefix("c")[0] in second.surplus
 
 
+def test_what_is_not_written_is_expected_no_more():
+    order = make_with(POLICIES["density"], 4, num_expected=4)
+    a = written(Use(0), prefix("a", 1))
+    order.expect(a)
+    assert order._second.order.expected() == {key for _, key, _ in a}
+    order.drop_expected(a[1][1])
+    assert order._second.order.expected() == {a[0][1]}
+    order.tidy(lambda key: False)
+    assert not order._second.order.expected()
+
+
 @pytest.mark.parametrize("num_expected", [0, 20])
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_of_calls(seed, num_expected):
