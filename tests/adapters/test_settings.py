@@ -26,10 +26,10 @@ from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_st
 from tests.inside.scheduler import eviction_policy
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm import settings
+from tpu_offload.adapters.vllm.hbm import check_hbm
 from tpu_offload.adapters.vllm.names import CONNECTOR_NAME
 from tpu_offload.adapters.vllm.plugin import register
 from tpu_offload.adapters.vllm.settings import (
-    check_hbm,
     check_workers,
     count_workers,
     count_workers_of_ranks,

@@ -151,7 +151,12 @@ SHARED_MUTATIONS = (
         "pass",
     ),
     Mutation("a reset keeps what is to be asked for", "LookupPlanner.reset", "self._drop_wanted()", "pass"),
-    Mutation("lookups have no breaker", "LookupPlanner.__init__", "config.breaker_failures", "0"),
+    Mutation(
+        "lookups have no breaker",
+        "StoragePlanner.__init__",
+        "jobs.make_breaker('lookups in')",
+        "type(jobs.make_breaker('none'))('none', num_failures=0, retry_s=1.0, clock=context.clock)",
+    ),
     Mutation(
         "keys that were answered still count as in flight",
         "LookupPlanner.ended",

@@ -26,7 +26,7 @@ from tests.storage.objects import (
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
-from tpu_offload.storage import object_names
+from tpu_offload.storage import object_errors, object_names
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
 
@@ -442,9 +442,9 @@ def test_no_credentials(shared_server, monkeypatch):
 def test_a_reason_is_what_went_wrong_without_the_request():
     text = "Generic S3 error: Error performing GET http://host/b/kv/0a.kv in 2.4ms, after 2 retries - HTTP error: body"
     error = obstore.exceptions.GenericError(f"{text}\n\nDebug source:\nGeneric")
-    assert object_tier.reason(error) == "GenericError: HTTP error: body"
+    assert object_errors.reason(error) == "GenericError: HTTP error: body"
     text = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms - 403 Forbidden"
-    assert "no credentials in the environment" in object_tier.reason(obstore.exceptions.GenericError(text))
+    assert "no credentials in the environment" in object_errors.reason(obstore.exceptions.GenericError(text))
 
 
 def test_https_where_there_is_none(shared_server, caplog):

@@ -272,7 +272,7 @@ def test_a_worker_that_sees_another_in_its_place_says_so():
 @pytest.mark.parametrize("wrong", [{"worker_id": -1}, {"worker_id": "0"}, {"incarnation": 2**70}, {"worker_id": True}])
 def test_a_worker_is_not_made_with_what_no_report_could_say(wrong):
     engine = Engine("direct")
-    with pytest.raises(ConfigError, match=r"expected an integer from 0 on"):
+    with pytest.raises(ConfigError, match=r"expected an integer from [01] on"):
         OffloadWorker(OffloadConfig.create(num_cpu_chunks=0), engine.layout, engine.caches, **wrong)
 
 

@@ -15,7 +15,6 @@ is stored at all, has other bytes; readers verify every record.
 
 import itertools
 import logging
-import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -31,6 +30,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
+from tpu_offload.storage.object_errors import may_answer_later, reason
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
@@ -46,13 +46,7 @@ _EXAMPLE = "gs://bucket/prefix"
 _STREAM_NBYTES = 1 << 20
 BATCH = 1000
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
-# Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
-_UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
-_REFUSED = ("dns error", "ertificate")
 _FULL = "No space left"  # on a directory's disk
-_REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
-_OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
-_METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
 @final
@@ -132,8 +126,7 @@ class ObjectTier(StorageTier):
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
-        text = str(error)
-        if not any(sign in text for sign in _UNREACHABLE) or any(sign in text for sign in _REFUSED + _METADATA_SERVERS):
+        if not may_answer_later(error):
             raise self._refused(error) from None
         _logger.warning(
             "storage tier: %s does not answer (%s); it starts empty, and is used once it answers",
@@ -438,17 +431,3 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
 def where(store: Store) -> str:
     """The store, for messages."""
     return one_line(store)
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong, from an error of obstore, which has the request, the answer and a debug dump in many lines."""
-    text = str(error)
-    if any(server in text for server in _METADATA_SERVERS):
-        return f"{type(error).__name__}: no credentials in the environment, and no metadata server"
-    if found := _OF_FILES.match(text):
-        return f"{type(error).__name__}: {found[1]}"
-    text = _REQUEST.sub("", text)
-    for pattern in (r"<Code>(\w+)</Code>", r'(?:message|error): "([^"]+)"', r"kind: (Timeout)"):
-        if found := re.search(pattern, text):
-            return f"{type(error).__name__}: {found[1]}"
-    return f"{type(error).__name__}: {' '.join(text.split('Debug source')[0].split())[:200]}"

@@ -16,10 +16,10 @@ from tpu_offload.storage.object import (
     BATCH,
     delete_objects,
     open_store,
-    reason,
     where,
 )
 from tpu_offload.storage.object_directory import STAGING
+from tpu_offload.storage.object_errors import reason
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, new_generation
 
 _STREAM_NBYTES = 1 << 20

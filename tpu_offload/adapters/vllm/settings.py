@@ -4,7 +4,7 @@ Whatever could fail silently is rejected at start, by both sides, with a message
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -399,49 +399,3 @@ def check_workers(num_workers: int, *, num_processes: int) -> None:
             f"cluster, or 1 without TPU_MULTIHOST_BACKEND=ray) and the model runs in {num_processes}; use a Ray "
             "cluster of just the hosts of this engine"
         )
-
-
-def check_hbm(
-    usage: Sequence[tuple[int, int]], *, needed: int, staging_nbytes: int, block_nbytes: int, utilization: float
-) -> None:
-    """Checks that every device has enough free HBM for copies.
-
-    tpu-inference gives the KV cache all of `--gpu-memory-utilization` and reserves HBM for its own connector only.
-
-    Args:
-      usage: bytes used and total bytes of each device of this process, with weights and caches allocated.
-      needed: bytes that copies need on each device.
-      staging_nbytes: those of them that the staging buffer takes; 0 if no copy path is staged.
-      block_nbytes: bytes of one block on each device.
-      utilization: `--gpu-memory-utilization`.
-    Raises:
-      ConfigError: a device has too little free HBM.
-    """
-    used, limit = max(usage, key=lambda device: device[0] - device[1])
-    free = limit - used
-    if needed <= free:
-        _logger.info(
-            "tpu_offload: copies take up to %.1f MiB of HBM per device; %.1f MiB are free beside weights and KV cache",
-            needed / 2**20,
-            free / 2**20,
-        )
-        return
-    # One block more, because the remainder of the KV cache's share below a whole block differs at another size.
-    lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
-    smaller, others = "", needed - staging_nbytes
-    if staging_nbytes and others + block_nbytes <= free:
-        fitting = _rounded_down((free - others - block_nbytes) / _GB)
-        smaller = (
-            f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which has no such "
-            "buffer"
-        )
-    raise ConfigError(
-        f"tpu_offload: copies need {needed / _GB:.4g} GB of HBM on each device and {free / _GB:.4g} GB are free beside "
-        f"weights and KV cache; set --gpu-memory-utilization to at most {_rounded_down(lower)} "
-        f"(it is {utilization:g}){smaller}"
-    )
-
-
-def _rounded_down(value: float) -> str:
-    """The value rounded down to three decimals."""
-    return f"{int(value * 1000) / 1000:g}"

@@ -29,7 +29,6 @@ import jax
 from tpu_offload import (
     CachesLostError,
     CopyJob,
-    CopyPath,
     JobKind,
     JobResult,
     JobState,
@@ -40,11 +39,11 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.adapters.vllm.cache_layout import describe_caches
+from tpu_offload.adapters.vllm.hbm import check_worker_hbm
 from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
 from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
-    check_hbm,
     check_ranks,
     check_workers,
     count_hosts,
@@ -124,7 +123,7 @@ class WorkerSide:
         self._worker = worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id, holder_id=holder)
         self._num_blocks = caches[layout.groups[0].layer_ids[0]].shape[0] // layout.num_ranks
         try:
-            self._check_hbm(runner, config, layout)
+            check_worker_hbm(worker, runner, config, layout, num_blocks=self._num_blocks)
         except BaseException:
             self.close()
             raise
@@ -146,23 +145,6 @@ class WorkerSide:
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
         self._log_registered(config, layout, worker)
-
-    def _check_hbm(self, runner: Any, config: OffloadConfig, layout: KVLayout) -> None:
-        """Raises ConfigError if there is too little HBM for the worker's copies."""
-        from tpu_inference import utils
-
-        worker = self._worker
-        assert worker is not None, "made before"
-        setup = worker.poll().setup
-        is_staged = setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path)
-        num_staged = min(config.staging_blocks(layout), self._num_blocks) if is_staged else 0
-        check_hbm(
-            utils.hbm_usage_bytes(runner.devices),
-            needed=worker.hbm_nbytes,
-            staging_nbytes=num_staged * layout.block_nbytes_per_device,
-            block_nbytes=layout.block_nbytes_per_device,
-            utilization=runner.vllm_config.cache_config.gpu_memory_utilization,
-        )
 
     def _log_registered(self, config: OffloadConfig, layout: KVLayout, worker: OffloadWorker) -> None:
         states = ""

@@ -15,6 +15,8 @@ and no staging blocks are taken: copies in program order need two blocks of HBM,
 
 A block is stored once. What the host tier has is pinned there instead of copied, until the request is back, and full
 blocks that several swapped-out requests share are in the pool once.
+
+This file is long because the documentation of every call that an engine makes is here.
 """
 
 import math
