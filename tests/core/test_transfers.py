@@ -722,6 +722,44 @@ def faulty():
 
 
 @interpreted_only
+def test_a_load_from_lost_memory_fails_although_the_policy_raises(faulty):
+    cls, names = faulty
+    engine = FakeEngine(policy=cls)
+    engine.serve("a", tokens(17))
+    engine.serve("removed at once", tokens(17, start=500))
+    request = engine.add("again", tokens(17))
+    assert request.num_computed == 16
+    worker = engine.workers[0]
+    worker.lose(0, 64, blocks_per_chunk=1)
+    names.add("remove")
+    with pytest.raises(AssertionError, match="the policy is faulty"):
+        engine.apply(worker, [])
+    names.clear()
+    failed: list[FailedLoad] = []
+    for _ in range(3):
+        engine.step()
+        failed += engine.apply(worker, worker.finish()).failed_loads
+    assert [(load.request_id, load.num_valid_tokens) for load in failed] == [("again", 0)]
+
+
+@interpreted_only
+def test_all_that_a_report_has_lost_is_lost_although_the_policy_raises(faulty):
+    cls, names = faulty
+    engine = FakeEngine(policy=cls)
+    for name, start in (("a", 0), ("b", 500)):
+        engine.serve(name, tokens(17, start=start))
+    worker = engine.workers[0]
+    worker.lose(0, 4, blocks_per_chunk=1)
+    worker.lose(4, 64, blocks_per_chunk=1)
+    names.add("remove")
+    with pytest.raises(AssertionError, match="the policy is faulty"):
+        engine.apply(worker, [])
+    names.clear()
+    assert engine.add("again", tokens(17)).num_computed == 0
+    assert engine.add("b again", tokens(17, start=500)).num_computed == 0
+
+
+@interpreted_only
 def test_a_promise_stands_if_the_policy_raises_when_it_is_taken(faulty):
     engine = FakeEngine(num_cpu_chunks=8, workers=[FakeWorker(num_host_chunks=8)], policy=faulty[0])
     engine.serve("first", tokens(16))

@@ -109,9 +109,13 @@ class ReportHandler:
         self._pools.apply(report)
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
+        error: Exception | None = None
         for pool, first, end in report.lost_slots:
             slots = self._pools.slot_range(pool, first, end)
-            self._mark_slots_lost(slots.start, slots.stop)
+            try:
+                self._mark_slots_lost(slots.start, slots.stop)
+            except Exception as e:  # of an eviction policy: the rest of the report counts all the same
+                error = error or e
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
@@ -130,6 +134,8 @@ class ReportHandler:
         self._transfers.flush_losses()
         if not (report.results or report.lost_slots or report.lost_swap_blocks):
             self._idempotent = report
+        if error is not None:
+            raise error
 
     def _reject(self, error: str) -> None:
         self._counts.num_rejected_reports += 1
@@ -205,9 +211,9 @@ class ReportHandler:
     def _mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: drops its chunks and fails the jobs and promises that use it."""
         self._swap.mark_slots_lost(first, end)
-        self._transfers.mark_slots_lost(first, end)
         self._storage.mark_slots_lost(first, end)
         self._mark_promises_lost(first, end)
+        self._transfers.mark_slots_lost(first, end)  # last: an eviction policy may raise
 
     def _mark_promises_lost(self, first: int, end: int) -> None:
         for request in self._requests.all():

@@ -197,8 +197,8 @@ class Transfers:
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: fails the blocks that jobs copy from or to it, and drops its chunks."""
-        self.mark_lost(self._index.invalidate_slots(first, end))
         self._fail_in(first, end)
+        self.mark_lost(self._index.invalidate_slots(first, end))
 
     def mark_tier_lost(self) -> None:
         """All host memory is gone. O(jobs + requests), however many chunks there were."""
