@@ -6,6 +6,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, tokens
 from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, WINDOWS_ONLY, SwapEngine
+from tests.inside.scheduler import request_table
 from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
 from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.types import Direction, JobKind
@@ -361,6 +362,38 @@ def test_a_loss_of_the_caches_costs_a_request_that_is_out_nothing():
     engine.discard("a")
     engine.settle()
     engine.check_empty()
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_loss_while_a_request_returns_costs_it_nothing_either(is_sent):
+    engine = SwapEngine(num_host_chunks=8)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    if is_sent:
+        engine.step()
+    engine.scheduler.mark_caches_lost()
+    engine.abort_swap_in("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.settle()
+    request = engine.running["a"]
+    engine.step([engine.scheduled(request)])
+    engine.settle()
+    assert engine.scheduler.stats().saved_blocks == request.num_computed // BLOCK_SIZE
+    assert engine.swap_out("a")
+
+
+def test_a_loss_while_a_request_returns_counts_until_its_return_is_aborted():
+    """Its blocks may hold nothing."""
+    engine = SwapEngine(num_host_chunks=8)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.scheduler.mark_caches_lost()
+    assert not request_table(engine.scheduler)["a"].can_save
 
 
 def test_abort_when_the_loss_is_not_reported_yet():

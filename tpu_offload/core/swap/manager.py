@@ -162,6 +162,7 @@ class RequestSwap:
             tier_blocks=placement.tier_blocks,
             writers=self._jobs.writing(shared),
             step_id=self._num_steps,
+            can_save=self._is_trusted(request_id),
         )
         self._pool.set_hashes(allocated[0][: len(placement.hashes)], placement.hashes)
         self._swapped[request_id] = swapped
@@ -228,6 +229,9 @@ class RequestSwap:
         if swapped is None or swapped.state is not SwapState.RETURNING:
             raise RequestError(f"request {request_id} is not being swapped in; there is nothing to abort")
         self._detach(swapped)
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.has_kv, request.can_save = True, swapped.can_save
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Drops requests that have ended, in any state; ids that are not swapped out are ignored.

@@ -32,6 +32,7 @@ class SwappedRequest:
       tier_blocks: places of its first blocks in the host tier.
       writers: ids of the jobs in flight that write those places.
       step_id: id of the plan that followed its swap-out.
+      can_save: whether its KV was what its hashes say.
       state: out, or returning.
       job: the copy back while it is in flight. Without one a RETURNING request waits only for `writers`.
     """
@@ -41,6 +42,7 @@ class SwappedRequest:
     tier_blocks: tuple[int, ...]
     writers: set[int]
     step_id: int
+    can_save: bool
     state: SwapState = SwapState.OUT
     job: Job | None = None
 
