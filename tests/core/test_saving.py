@@ -175,6 +175,26 @@ def test_a_longer_part_of_a_prefix_is_saved_too() -> None:
     assert sorted(blocks(plan.of(JobKind.EARLY_SAVE))) == sorted(request.block_ids)
 
 
+def test_a_prefix_of_which_only_the_tail_is_offered_is_saved() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request, gone=3))
+    engine.scheduler.evict(prefix(request, 2))
+    plan, _ = engine.step()
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids[:2]
+
+
+def test_a_part_of_higher_priority_is_saved_first() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request, other = computed(engine, "a", tokens(16)), computed(engine, "b", tokens(8, start=100))
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.evict(prefix(request, 2, limits=RequestLimits(priority=5)))
+    engine.scheduler.evict(prefix(other, limits=RequestLimits(priority=3)))
+    plan, _ = engine.step()
+    saved = [*request.block_ids[:2], *other.block_ids, *request.block_ids[2:]]
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == saved
+
+
 def test_a_prefix_is_saved_though_a_request_offers_what_was_lost_of_it() -> None:
     engine = FakeEngine(save_on="eviction,preemption")
     lost = computed(engine, "a", tokens(16))

@@ -28,6 +28,7 @@ class EarlySaves:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._requests: list[RequestState] = []
+        self._priorities: dict[ChunkKey, int] = {}  # of the chunks that these save
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -35,10 +36,11 @@ class EarlySaves:
     def clear(self) -> None:
         """Drops them all."""
         self._requests.clear()
+        self._priorities.clear()
 
     def take(self) -> list[RequestState]:
         """Removes and returns them all, for a plan."""
-        requests, self._requests = self._requests, []
+        requests, self._requests, self._priorities = self._requests, [], {}
         return requests
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> RequestState | None:
@@ -62,8 +64,12 @@ class EarlySaves:
         return request.copy_for_early_save(block_ids, num_chunks)
 
     def add(self, saved: RequestState) -> None:
-        """The coming plan saves this."""
+        """The coming plan saves this. O(chunks)."""
         self._requests.append(saved)
+        if saved.can_save:
+            priority = saved.limits.priority
+            for key in saved.keys[saved.num_gone_chunks : saved.num_offered_chunks]:
+                self._priorities[key] = max(priority, self._priorities.get(key, priority))
 
     def evict(self, prefix: CachedPrefix, request: RequestState) -> None:
         """The prefix cache evicts the last block of a prefix.
@@ -92,7 +98,7 @@ class EarlySaves:
         request.block_table = [-1] * num_gone_blocks + tail[::-1]
         request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
         request.num_offered_chunks = num_worth_saving(self._policy, request, num_chunks)
-        self._requests.append(request)
+        self.add(request)
 
     @staticmethod
     def _tail(prefix: CachedPrefix, hashes: list[BlockHash], request: RequestState) -> list[int]:
@@ -111,19 +117,15 @@ class EarlySaves:
         return min(num_tokens // self._block_size, num_blocks) // self._blocks_per_chunk
 
     def _has_last(self, prefix: CachedPrefix, num_chunks: int, request: RequestState) -> bool:
-        """Whether the host tier has the last chunk, or the coming plan saves it early. O(early saves).
+        """Whether the host tier has the last chunk, or the coming plan saves it early, with no lower priority. O(1).
 
         Mostly true: tails are evicted block by block.
         """
         end = num_chunks * self._blocks_per_chunk
         (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
         key = ChunkKey(block_hash + request.namespace)
-        return key in self._index or any(
-            saved.can_save
-            and saved.num_gone_chunks < num_chunks <= saved.num_offered_chunks
-            and saved.keys[num_chunks - 1] == key
-            for saved in self._requests
-        )
+        priority = self._priorities.get(key)
+        return key in self._index or (priority is not None and priority >= prefix.limits.priority)
 
 
 def num_worth_saving(policy: SavePolicy, request: RequestState, num_chunks: int) -> int:
