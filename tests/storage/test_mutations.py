@@ -47,7 +47,7 @@ MUTATIONS = (
     Mutation(
         "the chunk before a demoted one is forgotten",
         "StorageWrites.note_evicted",
-        "_Victim(slot, self._index.parent_in(slot))",
+        "_Victim(slot, parent)",
         '_Victim(slot, ChunkKey(b""))',
     ),
     Mutation(

@@ -126,18 +126,16 @@ class StorageTier:
 
         A demotion cannot wait for the end of a deletion, so some room is kept free.
         """
-        victims: list[ChunkKey] = []
-        again: list[ChunkKey] = []
+        taken: list[ChunkKey] = []
         for key in evicted:
-            if key in self._order.stored:
-                again.append(key)
-            elif self._admission.admits(key):
-                victims.append(key)
+            if key in self._order.stored or self._admission.admits(key):
+                taken.append(key)
             else:
                 self._order.drop_expected(key)
         use = self._newest.replace(is_request=False, priority=0)
-        if again and self._order.compares:
-            self._order.write_again(self._with_parents((use, key) for key in reversed(again)))
+        if self._order.compares:
+            self._order.host_evicted(self._with_parents((use, key) for key in reversed(taken)), MAX_DEMOTIONS)
+        victims = [key for key in taken if key not in self._order.stored]
         if not victims:
             return
         kept_free = min(MAX_DEMOTIONS, max(1, self._capacity // 4))

@@ -359,10 +359,13 @@ def test_a_lost_chunk_is_gone_from_both():
 
 
 class Exclusive:
-    """A storage tier that is written when the host tier above, of the chunks that were used last, evicts."""
+    """A storage tier that is written when the host tier above, of the chunks that were used last, evicts.
 
-    def __init__(self, order, capacity, num_host):
-        self.order, self.capacity, self.num_host = order, capacity, num_host
+    With each request at most `most` chunks.
+    """
+
+    def __init__(self, order, capacity, num_host, most):
+        self.order, self.capacity, self.num_host, self.most = order, capacity, num_host, most
         self.host: dict[bytes, bytes] = {}  # and the chunk before it
         self.use = Use(0)
         self.num_hits = 0
@@ -379,17 +382,18 @@ class Exclusive:
             self.host[key] = parent
         evicted = list(itertools.islice(self.host, max(0, len(self.host) - self.num_host)))[::-1]
         chunks = [(use, key, self.host.pop(key)) for key in evicted]
-        self.order.write_again([chunk for chunk in chunks if chunk[1] in self.order.stored])
+        self.order.host_evicted(chunks, self.most)
         new = [chunk for chunk in chunks if chunk[1] not in self.order.stored]
-        self.order.evict(len(self.order.stored) + len(new) - self.capacity, ())
-        room = self.capacity - len(self.order.stored)
+        room = min(self.most, len(new))
+        self.order.evict(len(self.order.stored) + room - self.capacity, ())
+        room = min(room, self.capacity - len(self.order.stored))
         for _, key, _ in new[room:]:
             self.order.drop_expected(key)
         self.order.add_written(new[:room])
 
 
-def exclusive_hits(order, prompts):
-    tiers = Exclusive(order, 200, 100)
+def exclusive_hits(order, prompts, most=1000):
+    tiers = Exclusive(order, 200, 100, most)
     for keys in prompts:
         tiers.serve(keys)
     order.expect(written(Use(tiers.use.use_id + 1), prefix("last")))  # density looks at its limits then
@@ -406,35 +410,50 @@ def test_written_on_eviction_it_is_nearly_as_good_as_the_better_one(prompts, pol
     assert exclusive_hits(make_with(cls, 200, num_expected=100), prompts) > 0.9 * max(alone)
 
 
-def test_what_the_host_tier_evicts_is_written_again_where_it_is_missing():
+@pytest.mark.parametrize("num_prompts", [8, 10])
+def test_also_where_the_host_tier_evicts_more_than_a_step_writes(num_prompts):
+    """What is written depends on what is stored: each order writes the first ones that it lacks itself."""
+    prompts = loop(num_prompts, 200, length=45)
+    best = exclusive_hits(PolicyOrder(PriorityPolicy(POLICIES["density"]), 200, num_expected=100), prompts, most=16)
+    assert best > 10 * exclusive_hits(RecencyOrder(), prompts, most=16)
+    assert exclusive_hits(make_with(POLICIES["density"], 200, num_expected=100), prompts, most=16) > 0.7 * best
+
+
+def test_what_the_host_tier_evicts_is_written_where_it_is_missing():
     order = make_with(NewestFirstPolicy, 4, num_expected=4)
     assert order.expects
-    a, b, c = (written(Use(i), prefix(name, 1)) for i, name in enumerate("abc"))
-    order.add_written(a)
-    order.add_written(b)
-    assert order.evict(2, ()) == [key for _, key, _ in a[::-1]]
-    order.add_written(c)  # newest first evicts b, which is stored
-    second = order._second
-    assert set(second.surplus) == {key for _, key, _ in b}
+    first, second = order._first, order._second
+    a, b, c, d = (written(Use(i), prefix(name, 1)) for i, name in enumerate("abcd"))
+    for chunks in (a, b):
+        order.host_evicted(chunks, 4)
+        order.add_written(chunks)
+    names = [{key for _, key, _ in chunks} for chunks in (a, b, c, d)]
+    assert set(order.evict(2, ())) == names[0]
+    order.host_evicted(c, 4)  # newest first evicts b, which is stored
+    order.add_written(c)
+    assert set(second.surplus) == names[1]
     order.begin(Use(3), [key for _, key, _ in b], 0)
-    assert set(second.surplus) == {key for _, key, _ in b}, "nothing is written before the host tier evicts it"
-    order.write_again(b)
+    assert set(second.surplus) == names[1], "nothing is written before the host tier evicts it"
+    order.host_evicted(b, 1)
     order.check_invariants()
-    assert not second.surplus.keys() & {key for _, key, _ in b}
-    before = set(second.order.stored)
-    order.write_again(written(Use(4), prefix("d")))
+    assert set(second.surplus) & names[1] == {b[1][1]}, "at most so many, the head first"
+    assert set(first.order.stored) == names[1] | names[2], "it had them"
     order.check_invariants()
-    assert set(second.order.stored) == before, "what is not stored is not written again"
+    order.add_written(d)
+    order.check_invariants()
+    assert set(first.surplus) >= names[3], "written by the tier, and not by the orders, which were not told of it"
 
 
 def test_chunks_before_expected_ones_are_not_displaced():
     """Nothing may be evicted, since what follows it is in the host tier: what has no room is left out."""
     order = make_with(POLICIES["lru"], 2, num_expected=4)
     a, b = written(Use(0), prefix("a", 1, 2, 3)), written(Use(1), prefix("b", 1))
+    order.host_evicted(a[:2], 4)
     order.add_written(a[:2])
     order.expect(a[2:])
     order.expect(b)
     assert len(order.evict(2, ())) == 2
+    order.host_evicted(b, 4)
     order.add_written(b)
     order.check_invariants()
     second = order._second
@@ -500,7 +519,7 @@ def test_any_order_of_calls(seed, num_expected):
             if num_expected:
                 rest = [chunk for chunk in written(use, keys) if chunk[1] not in order.stored]
                 order.expect(rest[: rng.randrange(5)])
-                order.write_again([chunk for chunk in written(use, keys) if rng.random() < 0.5])
+                order.host_evicted([c for c in written(use, keys) if rng.random() < 0.5], rng.randrange(6))
                 order.drop_expected(rng.choice(keys))
                 order.tidy(lambda key: rng.random() < 0.9)
         elif rng.random() < 0.1:

@@ -1,19 +1,21 @@
 """The better of two orders of eviction, for a private storage tier of chunks of full attention.
 
 Which order is better for a tier that is hardly larger than the host tier depends on the traffic. By the same policy
-storage keeps what the host tier keeps as well; by another it keeps what is not worth keeping. So both
-are simulated: each has the names of what the tier would hold if it alone decided, and the one that finds more of what
-HBM, the host tier and nearer tiers lack is followed. The tier evicts first what that one does not hold, then what it
-would evict next (Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads",
-MICRO 2006).
+storage keeps what the host tier keeps as well; by another it keeps what is not worth keeping. So both are simulated:
+each has the names of what the tier would hold if it alone decided, and the one that finds more of what HBM, the host
+tier and nearer tiers lack is followed. The tier evicts first what that one does not hold, then what it would evict next
+(Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads", MICRO 2006).
 
 What the host tier has after a request does not depend on which order found more of it: what storage lacks is computed
-and saved. So both can be compared on the same requests.
+and saved. So both can be compared on the same requests. A tier that is written on save gets what it lacks then, and so
+does an order. One that is written when the host tier evicts writes some of that, the first ones that it lacks: an order
+others than the tier.
 """
 
 import itertools
 import logging
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import final
@@ -128,16 +130,18 @@ class AdaptiveOrder(EvictionOrder):
 
     def add_written(self, chunks: Sequence[WrittenChunk]) -> None:
         """See the base class."""
-        for _, key, _ in chunks:
-            self._names[key] = None
-        self._first.write(chunks, self._names)
-        self._second.write(chunks, self._names)
+        names = [key for _, key, _ in chunks]
+        self._names.update(dict.fromkeys(names))
+        for simulated in (self._first, self._second):
+            if self.expects:  # each was told of all that the host tier evicted, and has written what it would
+                simulated.note_surplus(names, self._names)
+            else:
+                simulated.write(chunks, self._names)
 
-    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
-        """See the base class. An order that lacks them would have them written."""
-        stored = [chunk for chunk in chunks if chunk[1] in self._names]  # others are being written
-        self._first.write(stored, self._names)
-        self._second.write(stored, self._names)
+    def host_evicted(self, chunks: Sequence[WrittenChunk], most: int) -> None:
+        """See the base class. Each order writes other ones, because it has others already."""
+        self._first.write(chunks, self._names, most=most)
+        self._second.write(chunks, self._names, most=most)
 
     def remove(self, name: ChunkKey) -> None:
         """See the base class."""
@@ -247,11 +251,11 @@ class _SimulatedOrder:
         else:
             self._leave_out([name], stored)
 
-    def write(self, chunks: Sequence[WrittenChunk], stored: Container[ChunkKey]) -> None:
-        """Chunks that are stored are written here, too, those that it has not."""
+    def write(self, chunks: Sequence[WrittenChunk], stored: Container[ChunkKey], *, most: int = sys.maxsize) -> None:
+        """Writes those of the chunks that it has not, at most so many."""
         held = self.order.stored
         new = [chunk for chunk in chunks if chunk[1] not in held]
-        room = self._make_room(len(new), stored)
+        room = self._make_room(min(len(new), most), stored)
         self._leave_out([key for _, key, _ in new[room:]], stored)
         for _, key, _ in new[:room]:
             self.surplus.pop(key, None)
@@ -263,18 +267,20 @@ class _SimulatedOrder:
         if short <= 0:
             return num_chunks
         evicted = self.order.evict(short, ())
-        self._note_surplus(evicted, stored)
+        self.note_surplus(evicted, stored)
         return num_chunks - (short - len(evicted))
 
     def _leave_out(self, names: Sequence[ChunkKey], stored: Container[ChunkKey]) -> None:
-        """There is no room for these."""
-        for name in names:
+        """These are not written."""
+        for name in reversed(names):  # tails before heads
             self.order.drop_expected(name)
-        self._note_surplus(names, stored)
+        self.note_surplus(names, stored)
 
-    def _note_surplus(self, names: Sequence[ChunkKey], stored: Container[ChunkKey]) -> None:
+    def note_surplus(self, names: Sequence[ChunkKey], stored: Container[ChunkKey]) -> None:
+        """Those of the chunks that are stored, and that it has not, are surplus."""
+        held = self.order.stored
         for name in names:
-            if name in stored:
+            if name in stored and name not in held:
                 self.surplus[name] = None
 
     def check_invariants(self, stored: Container[ChunkKey]) -> None:

@@ -66,10 +66,12 @@ class EvictionOrder(abc.ABC):
         """A stored record is not stored any more."""
 
     @abc.abstractmethod
-    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
-        """The host tier has evicted chunks that are stored, or being written: if they were not, they would be now.
+    def host_evicted(self, chunks: Sequence[WrittenChunk], most: int) -> None:
+        """The host tier has evicted these, in a tier that is written then. It is of use if the order `compares`.
 
-        Of each prefix the head first. It is of use if the order `compares`.
+        Args:
+          chunks: those that the tier has and those that it has not, of each prefix the head first.
+          most: how many of those that it has not it would write, the first ones.
         """
 
     def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
@@ -130,7 +132,7 @@ class RecencyOrder(EvictionOrder):
         for _, key, _ in reversed(chunks):
             self._names[key] = None
 
-    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+    def host_evicted(self, chunks: Sequence[WrittenChunk], most: int) -> None:
         """See the base class."""
 
     def remove(self, name: ChunkKey) -> None:

@@ -74,7 +74,7 @@ class PolicyOrder(EvictionOrder):
             chunks = [chunk for chunk in chunks if chunk[1] not in self._tree]
         self._add(chunks)
 
-    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
+    def host_evicted(self, chunks: Sequence[WrittenChunk], most: int) -> None:
         """See the base class."""
 
     def expect(self, chunks: Sequence[WrittenChunk]) -> None:

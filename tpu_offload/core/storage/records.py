@@ -38,6 +38,8 @@ class StoredRecords:
       promoting: those that jobs in flight read.
       to_delete: those to be deleted, by later jobs.
       num_deleting: those that jobs in flight delete.
+      host_evicted: chunks that the host tier has evicted since the last plan, if the order compares; tails first, each
+        with the one before it.
       is_shared: other engines use the tier too, so nothing is deleted.
     """
 
@@ -75,6 +77,7 @@ class StoredRecords:
         self.to_delete: Keys = OrderedDict()
         self.num_deleting = 0
         self.is_shared = False
+        self.host_evicted: dict[ChunkKey, ChunkKey] = {}
         self._ends: dict[ChunkKey, ChunkKey] = {}  # by chunk, the stored record that only a checkpoint after it needs
 
     # Names.
@@ -204,9 +207,23 @@ class StoredRecords:
         """A request uses this prefix, before anything of it is read or written; see the order. O(keys)."""
         self._order.begin(use, keys, num_above)
 
-    def write_again(self, chunks: Sequence[WrittenChunk]) -> None:
-        """The host tier has evicted these, which are stored; see the order."""
-        self._order.write_again(chunks)
+    def note_host_evicted(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """The host tier has evicted a chunk that is stored, or written then; tails first."""
+        if self._order.compares and parent is not None:
+            self.host_evicted[key] = parent
+
+    def begin_demotion(self, newest: Use, most: int) -> None:
+        """What the host tier has evicted since the last call is written now, at most so many chunks.
+
+        Args:
+          newest: the use of the last request.
+          most: see `EvictionOrder.host_evicted`; less if fewer may be in flight.
+        """
+        if self.host_evicted:
+            evicted, self.host_evicted = self.host_evicted, {}
+            use = newest.replace(is_request=False, priority=0)  # for those that were not expected
+            chunks = [(use, key, parent) for key, parent in reversed(evicted.items())]
+            self._order.host_evicted(chunks, min(most, self.max_in_flight - self.max_read))
 
     def find(self, keys: Sequence[ChunkKey], first: int) -> int:
         """Where the stored chunks end that begin with `first`."""
@@ -234,6 +251,7 @@ class StoredRecords:
     def clear(self) -> None:
         """Nothing is stored, and nothing has to be deleted."""
         self._order.clear()
+        self.host_evicted = {}
         self.to_delete.clear()
         self._ends.clear()
 

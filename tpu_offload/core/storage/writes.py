@@ -127,7 +127,8 @@ class StorageWrites:
 
     def is_coming(self, key: ChunkKey) -> bool:
         """Whether an expected chunk is in the host tier, or on its way from there."""
-        return key in self._index or key in self._victims or key in self._records.writing
+        records = self._records
+        return key in self._index or key in self._victims or key in records.writing or key in records.host_evicted
 
     def finish(self, use: Use, keys: Sequence[ChunkKey]) -> None:
         """A request with this prefix has ended: it counts as used once the last chunk of it is written. O(keys).
@@ -180,19 +181,15 @@ class StorageWrites:
 
     def note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """The host tier has evicted chunks, tail first: the next plan demotes those that admission accepts."""
-        again: list[tuple[ChunkKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
-            if self._records.knows(key):
-                again.append((key, slot))
-            elif self._admission.admits(key):
-                self._victims[key] = _Victim(slot, self._index.parent_in(slot))
+            parent, is_known = self._index.parent_in(slot), self._records.knows(key)
+            if is_known or self._admission.admits(key):
+                self._records.note_host_evicted(key, parent)
+                if not is_known:
+                    self._victims[key] = _Victim(slot, parent)
             else:
                 self._counts.rejected_storage_chunks += 1
                 self._records.drop_expected(key)
-        if again and self._records.compares:
-            use, parent_in = self._newest.replace(is_request=False, priority=0), self._index.parent_in
-            chunks = [(use, key, p) for key, slot in reversed(again) if (p := parent_in(slot)) is not None]
-            self._records.write_again(chunks)
 
     def note_evicted_checkpoint(self, checkpoint: Checkpoint) -> None:
         """The host tier is about to evict a checkpoint; likewise."""
@@ -228,6 +225,7 @@ class StorageWrites:
             if self.has_plans:
                 self._plan_clear(now_s)
             return
+        records.begin_demotion(self._newest, MAX_DEMOTIONS if self._writes.closed else 0)
         is_wanted = bool(self._candidates or self._checkpoints or self._victims)
         if not (is_wanted or records.to_delete):
             return
