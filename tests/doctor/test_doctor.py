@@ -226,27 +226,41 @@ def test_a_disk_without_room_for_the_tier_is_an_error(tmp_path):
     settings = config_of(host_gb=1, storage_tier="file", storage_options=str(tmp_path / "kv"), storage_gb=2**20)
     (finding,) = check_tiers(settings)
     assert finding.level is Level.ERROR
-    assert "1.04858e+06 GB need 1048576.00 GB more, and " in finding.text
+    assert "1.04858e+06 GB need 1027604.42 GB or more, and " in finding.text
     assert "an engine does not start there; reduce TPU_OFFLOAD_STORAGE_GB" in finding.text
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_tier_has_allocated_is_no_more_needed(tmp_path, monkeypatch):
-    path = tmp_path / "kv" / "worker-0" / "segment-00000.kv"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(bytes(1 << 22))
+@pytest.mark.parametrize(
+    ("num_workers", "size_gb", "options", "needed"),
+    [
+        (1, 0.06, "min_free_gb=0", None),  # 4 MiB are there, and a tier has whole chunks
+        (1, 0.08, "min_free_gb=0", "0.01"),
+        (2, 0.08, "min_free_gb=0", "0.02"),
+        (0, 0.08, "min_free_gb=0", "0.02"),
+        (1, 0.0675, "min_free_gb=0", None),
+        (1, 0.0685, "min_free_gb=0", None),  # 1 MiB is free
+        (1, 0.0685, "min_free_gb=1", "0.00"),
+    ],
+)
+def test_what_a_tier_has_allocated_is_needed_no_more(tmp_path, monkeypatch, num_workers, size_gb, options, needed):
+    (tmp_path / "kv").mkdir()
+    for worker_id in range(num_workers):
+        directory = tmp_path / "kv" / f"worker-{worker_id}"
+        directory.mkdir()
+        (directory / "segment-00000.kv").write_bytes(bytes(1 << 22))
     disk = types.SimpleNamespace(f_bavail=1 << 20, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
-    of_tiers._check_space(storage_tier(tmp_path / "kv,min_free_gb=0", size_gb=5 / 2**10))
-    with pytest.raises(ConfigError, match=r"kv: 0\.00585938 GB need 0\.00 GB more"):
-        of_tiers._check_space(storage_tier(tmp_path / "kv,min_free_gb=0", size_gb=6 / 2**10))
+    tier = storage_tier(f"{tmp_path}/kv,{options}", size_gb=size_gb)
+    if needed is None:
+        of_tiers._check_space(tier)
+    else:
+        with pytest.raises(ConfigError, match=f"kv: {size_gb} GB need {needed} GB or more"):
+            of_tiers._check_space(tier)
 
 
-def storage_tier(options, **size):
-    (tier,) = config_of(
-        host_gb=1, storage_tier="file", storage_options=str(options), storage_gb=size["size_gb"]
-    ).storage_tiers
-    return tier
+def storage_tier(options, *, size_gb):
+    return config_of(host_gb=1, storage_tier="file", storage_options=options, storage_gb=size_gb).storage_tiers[0]
 
 
 class Lying(MemoryTier):
@@ -501,19 +515,34 @@ def test_without_devices_jax_is_left_alone(monkeypatch):
         ("valkey://me:an/SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
         ("valkey://me:an@SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
         ("valkey://me:a SECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
-        ("valkey://me:a\nSECRET@127.0.0.1:1/0", "***@127.0.0.1:1"),
-        ('valkey://me:a"SECRET@127.0.0.1:1/0', "***@127.0.0.1:1"),
-        ("valkey://127.0.0.1:1/0?password=SECRET&ca_file=/x", "password=***&ca_file=/x"),
-        ("s3://bucket/p?aws_secret_access_key=SE/SECRET&region=us", "secret_access_key=***&region=us"),
-        ("s3://bucket/p?password_file=/run/file", "password_file=/run/file"),
+        ("valkey://me:a\nSECRET@127.0.0.1:1/0", "valkey://***@127.0.0.1:1"),
+        ("valkey://me:a?SECRET@127.0.0.1:1/0", "valkey://me:a?***@"),
+        ('valkey://me:a"SECRET@127.0.0.1:1/0', "valkey://***@127.0.0.1:1"),
+        ("valkey:/me:SECRET@127.0.0.1:1/0", "valkey:/***@127.0.0.1:1"),
+        ("me:SECRET@127.0.0.1:1/0", "***@127.0.0.1:1"),
+        ("valkye://me:" + 60 * "SECRET" + "@h:1/0", "valkye://***@h:1/0"),
+        ("valkey://127.0.0.1:1/0?password=SECRET&ca_file=/x", "127.0.0.1:1/0?***&ca_file=/x"),
+        ("valkey://127.0.0.1:1/0?password=a;SECRET", "127.0.0.1:1/0?***"),
+        ('valkey://127.0.0.1:1/0?password=a"SECRET', "127.0.0.1:1/0?***"),
+        ("valkey://127.0.0.1:1/0?password=a&SECRET", "127.0.0.1:1/0?***&***"),
+        ("valkey://127.0.0.1:1/0?pass%77ord=SECRET", "127.0.0.1:1/0?***"),
+        ("s3://bucket/p?aws_secret_access_key=SE/SECRET&region=us", "s3://bucket/p?***&region=us"),
+        ("s3://bucket/p?password_file=/run/file", "s3://bucket/p?password_file=/run/file"),
     ],
 )
-def test_a_report_has_no_passwords(tmp_path, capsys, place, shown):
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_report_has_no_passwords(tmp_path, capsys, place, shown, as_list):
     path = tmp_path / "report.json"
-    settings = {"host_gb": 0.1, "storage_tier": "valkey", "storage_options": place, "storage_gb": 1}
-    assert main(["doctor", "--no-devices", "--settings", json.dumps(settings), "--json", str(path)]) == 1
+    options = [place] if as_list else place
+    settings = {"host_gb": 0.1, "storage_tier": "valkey", "storage_options": options, "storage_gb": 1}
+    given = {"kv_connector_extra_config": settings} if as_list else settings
+    assert main(["doctor", "--no-devices", "--settings", json.dumps(given), "--json", str(path)]) == 1
+    report = json.loads(path.read_text())
     assert "SECRET" not in path.read_text()
-    assert shown in path.read_text()
+    argv = report["argv"]
+    given = json.loads(argv[argv.index("--settings") + 1])
+    options = given.get("kv_connector_extra_config", given)["storage_options"]
+    assert shown in (options[0] if as_list else options)
 
 
 def test_a_part_of_a_transfer_config_is_enough(capsys):

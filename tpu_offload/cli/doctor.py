@@ -16,7 +16,8 @@ from tpu_offload.cli.options import Command, option
 from tpu_offload.errors import InputError
 
 _CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"
-_SECRET_OPTION = re.compile(r"([?&](?!\w*_file=)\w*(?:password|secret|token|key)\w*=)[^&;\"]*", re.IGNORECASE)
+_HARMLESS = {"allow_http", "anonymous", "ca_file", "connect_timeout_s", "db", "endpoint", "password_file", "region"}
+_HARMLESS |= {"retries", "timeout_s", "ttl_s", "unsigned_payload", "virtual_hosted_style"}
 
 
 @click.command(cls=Command)
@@ -51,21 +52,21 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
     )
     if json is not None:
         report = {
-            "argv": list(argv),
+            "argv": [arg.replace(settings, _masked_settings(settings)) if settings else arg for arg in argv],
             "versions": installed_versions(),
             "seconds": round(time.monotonic() - start_s, 1),
             "findings": [
                 {
                     "check": finding.check,
                     "level": finding.level.value,
-                    "text": finding.text,
+                    "text": _without_passwords(finding.text),
                     "action": finding.action,
                     "figures": dict(finding.figures),
                 }
                 for finding in findings
             ],
         }
-        write_json(json, _without_passwords(report))
+        write_json(json, report)
     return 1 if counts[Level.ERROR] else 0
 
 
@@ -95,13 +96,31 @@ def _overrides(text: str | None) -> dict[str, Any]:
     return extra
 
 
-def _without_passwords(value: Any) -> Any:
-    """A report to send to others."""
-    if isinstance(value, dict):
-        return {name: _without_passwords(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_without_passwords(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    value = re.sub(r"://.*@", "://***@", value)  # to the last one: a password may have any character
-    return _SECRET_OPTION.sub(r"\1***", value)
+def _masked_settings(text: str) -> str:
+    """Settings without what may be secret in the options of storage tiers."""
+    given = json_format.loads(text)
+    settings = given.get("kv_connector_extra_config") or given
+    options = settings.get("storage_options")
+    if isinstance(options, str):
+        settings["storage_options"] = _masked_options(options)
+    elif isinstance(options, list):
+        settings["storage_options"] = [_masked_options(str(one)) for one in options]
+    return json_format.dumps(given)
+
+
+def _masked_options(options: str) -> str:
+    """An address without its credentials, and without the options that are not known to be harmless."""
+    place, *rest = options.split("?", maxsplit=1)
+    place = re.sub(r"^(\w+:/*)?.*@", r"\1***@", place, flags=re.DOTALL)
+    if not rest:
+        return place
+    # A password may have an ampersand, and what follows the last @ is then the host.
+    query = rest[0].rsplit("@", maxsplit=1)
+    pairs = [pair if pair.split("=")[0] in _HARMLESS else "***" for pair in query[-1].split("&")]
+    return f"{place}?{'***@' if len(query) > 1 else ''}{'&'.join(pairs)}"
+
+
+def _without_passwords(text: str) -> str:
+    """A finding: errors name addresses."""
+    text = re.sub(r"\S+@", "***@", re.sub(r"://.*@", "://***@", text))
+    return re.sub(r"([?&](?!\w*_file=)\w*(?:pass|secret|token|key)\w*=)[^&\s]*", r"\1***", text, flags=re.IGNORECASE)

@@ -136,7 +136,7 @@ def _check_user(options: str) -> None:
 
 
 def _check_space(tier: StorageTierConfig) -> None:
-    """Finds that the disk has no room for the tier of one worker, less what is allocated already.
+    """Finds that the disk has no room for the tier: of the workers that are there already, or of one.
 
     Raises:
       ConfigError: an engine could not start there.
@@ -147,19 +147,20 @@ def _check_space(tier: StorageTierConfig) -> None:
     if tier.size_gb is None:
         return
     options = FileOptions.parse(tier.options)
-    directory, taken = Path(options.directory), 0
+    directory = Path(options.directory)
     try:
-        if directory.is_dir():
-            taken = sum(f.lstat().st_blocks * 512 for worker in worker_directories(directory) for f in worker.iterdir())
+        workers = worker_directories(directory) if directory.is_dir() else []
+        taken = [sum(file.lstat().st_blocks * 512 for file in worker.iterdir()) / 2**30 for worker in workers]
         disk = os.statvfs(next(path for path in (directory, *directory.parents) if os.path.exists(path)))
     except OSError:  # the tier will say so
         return
-    needed, free = tier.size_gb - taken / 2**30, disk.f_bavail * disk.f_frsize / 2**30
+    size = 0.98 * tier.size_gb - 1 / 16  # a tier has whole chunks
+    needed, free = sum(max(0.0, size - own) for own in taken or [0.0]), disk.f_bavail * disk.f_frsize / 2**30
     if needed > 0 and needed + options.min_free_gb > free:
         raise ConfigError(
-            f"{options.directory}: {tier.size_gb:g} GB need {needed:.2f} GB more, and {options.min_free_gb:g} GB have "
-            f"to stay free; {free:.2f} GB are free: an engine does not start there; reduce TPU_OFFLOAD_STORAGE_GB or "
-            "free some space"
+            f"{options.directory}: {tier.size_gb:g} GB need {needed:.2f} GB or more, and {options.min_free_gb:g} GB "
+            f"have to stay free; {free:.2f} GB are free: an engine does not start there; reduce "
+            "TPU_OFFLOAD_STORAGE_GB or free some space"
         )
 
 

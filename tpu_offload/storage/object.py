@@ -244,8 +244,8 @@ class ObjectTier(StorageTier):
 
     def _check_named(self) -> None:
         """Finds out whether the store still names this generation, if it may not."""
-        before = self._generation
         with self._lock:
+            before = self._generation
             if not (self._is_doubtful and self._is_published):
                 return
             try:
@@ -283,7 +283,8 @@ class ObjectTier(StorageTier):
                 self._earlier.update(old)  # the next `clear` tries again, too
             self._warn_of_leftovers(e)
             return
-        self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
+        with self._lock:
+            self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
 
     def _run_sweep(self, generations: Sequence[str]) -> None:
         try:

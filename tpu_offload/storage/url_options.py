@@ -45,7 +45,8 @@ class UrlOptions:
             parts = urlsplit(text)
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
         except ValueError as e:
-            raise ConfigError(f"{SETTING} is not a URL with options ({one_line(e)}); {expected}") from None
+            why = re.split("[:']", str(e))[0].strip()  # what follows may be a secret
+            raise ConfigError(f"{SETTING} is not a URL with options ({why}); {expected}") from None
         if parts.scheme not in schemes or parts.fragment:
             raise ConfigError(f"{SETTING}={one_line(text)}; {expected}")
         self.scheme = parts.scheme
