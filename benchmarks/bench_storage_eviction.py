@@ -6,8 +6,9 @@ worse each policy is than `lru`, where a hit in storage counts 1 and where it co
 
 `--cost` fills a tier with prompts that never return, several times over, as the scheduler does: each is used, written
 in batches of 8 chunks, for each of which as many are evicted, and used again at its end. With `auto` the host tier is
-half as large. With `--write-on eviction` it is written when a host tier of a fifth of the size evicts it, as least
-recently used. Memory is what the process has grown by, names of records included; CPU time is per chunk.
+half as large. With `--write-on eviction` it is written when a host tier of a fifth of the size, or with `auto` of the
+same size, evicts it, as least recently used. Memory is what the process has grown by, names of records included; CPU
+time is per chunk.
 
   python benchmarks/bench_storage_eviction.py --sizes 0.02:0.1 0.05:0.2 --json eviction.json
   python benchmarks/bench_storage_eviction.py --cost --num-chunks 1000000
@@ -166,7 +167,8 @@ def _compare_cost(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _cost(policy: str, num_chunks: int, prompt_chunks: int, write_on: str) -> dict[str, Any]:
     rng, process, demotes = random.Random(0), psutil.Process(), write_on == StorageWriteEvent.HOST_EVICTION.value
-    num_host = num_chunks // AUTO_RATIO if demotes else 0
+    is_auto = policy == StorageEvictionPolicy.AUTO.value
+    num_host = num_chunks // (1 if is_auto else AUTO_RATIO) if demotes else 0  # `auto` compares in a small tier
     gc.collect()
     before = process.memory_info().rss
     order = make_order(
@@ -224,6 +226,8 @@ def _serve(
         chunks = host.popleft() if len(host) * len(keys) > num_host else []
     for first in range(0, len(chunks), MAX_CASCADES):
         batch = chunks[first : first + MAX_CASCADES]
+        if num_host:
+            order.host_evicted(batch, len(batch))
         start_s = time.thread_time()
         order.evict(len(order.stored) + len(batch) - num_chunks, ())
         evict_s += time.thread_time() - start_s

@@ -206,6 +206,16 @@ def test_a_prefix_is_saved_though_a_request_offers_what_was_lost_of_it() -> None
     assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids
 
 
+def test_what_a_loss_has_dropped_is_not_taken_for_saved() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.mark_caches_lost()
+    engine.scheduler.evict(prefix(request))  # computed again
+    plan, _ = engine.step()
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids
+
+
 def test_a_prefix_is_saved_again_after_a_reset_in_the_same_step() -> None:
     """What was offered before is not saved."""
     engine = FakeEngine(save_on="eviction")

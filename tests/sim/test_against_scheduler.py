@@ -250,7 +250,7 @@ def test_the_same_with_storage(tmp_path, stack, name, hbm, save_on):
 
 @pytest.mark.parametrize(
     ("sizes", "write_on", "least"),
-    [((99,), SAVE, 300), ((60, 130), SAVE, 300), ((79,), EVICTION, 200), ((60, 130), EVICTION, 300)],
+    [((99,), SAVE, 300), ((60, 130), SAVE, 300), ((75,), EVICTION, 200), ((60, 130), EVICTION, 300)],
 )
 def test_the_same_where_storage_changes_its_policy(tmp_path, caplog, sizes, write_on, least):
     """Documents that return in turn, more than fit: `auto` leaves `lru` for `density`."""
