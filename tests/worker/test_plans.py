@@ -269,10 +269,13 @@ def test_a_worker_that_sees_another_in_its_place_says_so():
     assert engine.worker.poll().setup.rival == own.incarnation + 5
 
 
-@pytest.mark.parametrize("wrong", [{"worker_id": -1}, {"worker_id": "0"}, {"incarnation": 2**70}, {"worker_id": True}])
-def test_a_worker_is_not_made_with_what_no_report_could_say(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "least"),
+    [({"worker_id": -1}, 0), ({"worker_id": "0"}, 0), ({"incarnation": 2**70}, 1), ({"worker_id": True}, 0)],
+)
+def test_a_worker_is_not_made_with_what_no_report_could_say(wrong, least):
     engine = Engine("direct")
-    with pytest.raises(ConfigError, match=r"expected an integer from [01] on"):
+    with pytest.raises(ConfigError, match=f"expected an integer from {least} on"):
         OffloadWorker(OffloadConfig.create(num_cpu_chunks=0), engine.layout, engine.caches, **wrong)
 
 

@@ -343,6 +343,17 @@ def test_taken_away_again_while_it_comes_back():
     engine.check_empty()
 
 
+def check_it_goes_on(engine):
+    """The request comes back, and is saved and swapped out like any other."""
+    engine.swap_in("a")
+    engine.settle()
+    request = engine.running["a"]
+    engine.step([engine.scheduled(request)])
+    engine.settle()
+    assert engine.scheduler.stats().saved_blocks == request.num_computed // BLOCK_SIZE
+    assert engine.swap_out("a")
+
+
 def test_a_loss_of_the_caches_costs_a_request_that_is_out_nothing():
     """Its KV is in the pool: once it is back, it is saved and swapped out like any other."""
     engine = SwapEngine(num_host_chunks=8)
@@ -351,13 +362,7 @@ def test_a_loss_of_the_caches_costs_a_request_that_is_out_nothing():
     engine.settle()
     engine.scheduler.mark_caches_lost()
     assert engine.swap.can_swap_in("a")
-    engine.swap_in("a")
-    engine.settle()
-    request = engine.running["a"]
-    engine.step([engine.scheduled(request)])
-    engine.settle()
-    assert engine.scheduler.stats().saved_blocks == request.num_computed // BLOCK_SIZE
-    assert engine.swap_out("a")
+    check_it_goes_on(engine)
     engine.settle()
     engine.discard("a")
     engine.settle()
@@ -376,13 +381,7 @@ def test_a_loss_while_a_request_returns_costs_it_nothing_either(is_sent):
     engine.scheduler.mark_caches_lost()
     engine.abort_swap_in("a")
     engine.settle()
-    engine.swap_in("a")
-    engine.settle()
-    request = engine.running["a"]
-    engine.step([engine.scheduled(request)])
-    engine.settle()
-    assert engine.scheduler.stats().saved_blocks == request.num_computed // BLOCK_SIZE
-    assert engine.swap_out("a")
+    check_it_goes_on(engine)
 
 
 def test_a_loss_while_a_request_returns_counts_until_its_return_is_aborted():

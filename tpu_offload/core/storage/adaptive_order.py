@@ -7,9 +7,9 @@ tier and nearer tiers lack is followed. The tier evicts first what that one does
 (Subramanian, Smaragdakis and Loh, "Adaptive Caches: Effective Shaping of Cache Behavior to Workloads", MICRO 2006).
 
 What the host tier has after a request does not depend on which order found more of it: what storage lacks is computed
-and saved. So both can be compared on the same requests. A tier that is written on save gets what it lacks then, and so
-does an order. One that is written when the host tier evicts writes some of that, the first ones that it lacks: an order
-others than the tier.
+and saved. So both can be compared on the same requests. Where chunks are written when they are saved, an order gets
+then what it lacks itself. Where they are written when the host tier evicts them, at most so many in a step, it writes
+the first ones that it lacks itself, which may be others than the tier writes.
 """
 
 import itertools

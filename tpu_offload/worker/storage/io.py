@@ -29,10 +29,10 @@ from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
 from tpu_offload.values import as_integer, error_line, one_line
 from tpu_offload.worker.arrays import is_ready
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.storage.lookups import AtLeast, StorageLookups
+from tpu_offload.worker.storage.lookups import StorageLookups
 from tpu_offload.worker.storage.record_io import StorageItem, StorageRecords
 from tpu_offload.worker.storage.slots import SlotPool, pool_of
-from tpu_offload.worker.storage.threads import StorageThreads
+from tpu_offload.worker.storage.threads import AtLeast, StorageThreads
 
 _logger = logging.getLogger(__name__)
 

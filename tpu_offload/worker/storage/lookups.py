@@ -13,6 +13,7 @@ from tpu_offload.storage import StorageTier
 from tpu_offload.types import ChunkKey, CopyJob
 from tpu_offload.values import error_line
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.storage.threads import AtLeast
 
 _MAX_CALLS = 16  # jobs in flight; the scheduler plans fewer, but no longer counts those that it has given up
 
@@ -81,18 +82,6 @@ class StorageLookups:
         if not self._num_in_flight:
             return []
         return [AtLeast(self._answered, self._num_in_flight if all_of_them else 1)]
-
-
-class AtLeast:
-    """Ready once I/O threads have put so many items into a queue that are not collected yet."""
-
-    def __init__(self, done: deque[Any], num_items: int) -> None:
-        self._done = done
-        self._num_items = num_items
-
-    def is_ready(self) -> bool:
-        """Like `jax.Array.is_ready`."""
-        return len(self._done) >= self._num_items
 
 
 def _ask(tier: StorageTier, call: _Call, answered: deque[_Call]) -> None:

@@ -1,12 +1,13 @@
-"""The I/O threads of one storage tier: a queue for each, tasks in order by key, and tasks that run alone."""
+"""The I/O threads of one storage tier: a queue for each, tasks in order by key or alone, and what waits for them."""
 
 import functools
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from tpu_offload.errors import MORE_THREADS, ConfigError
 from tpu_offload.types import ChunkKey
@@ -105,3 +106,15 @@ def _stop_threads(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]
     stop.set()
     for tasks in queues:
         tasks.put(None)
+
+
+class AtLeast:
+    """Ready once I/O threads have put so many items into a queue that are not collected yet."""
+
+    def __init__(self, done: deque[Any], num_items: int) -> None:
+        self._done = done
+        self._num_items = num_items
+
+    def is_ready(self) -> bool:
+        """Like `jax.Array.is_ready`."""
+        return len(self._done) >= self._num_items
