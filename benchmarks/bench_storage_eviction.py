@@ -35,8 +35,8 @@ from tpu_offload.config import SaveEvent, StorageEvictionPolicy, StorageWriteEve
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.policies.density import DensityPolicy
-from tpu_offload.core.storage.eviction import AUTO_RATIO, make_order
 from tpu_offload.core.storage.eviction_order import EvictionOrder, WrittenChunk
+from tpu_offload.core.storage.order_choice import AUTO_RATIO, make_order
 from tpu_offload.core.storage.writes import MAX_CASCADES
 from tpu_offload.sim import StorageSetup, TierSetup, Trace, no_hbm, read_traces, replay, simulate_hbm
 from tpu_offload.types import ChunkKey

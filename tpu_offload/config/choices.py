@@ -82,7 +82,7 @@ DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
 
 
 class StorageEvictionPolicy(enum.Enum):
-    """Which chunk a full storage tier evicts (see `tpu_offload.core.storage.eviction`)."""
+    """Which chunk a full storage tier evicts (see `tpu_offload.core.storage.order_choice`)."""
 
     AUTO = "auto"  # by the size of the tier: density in large ones, else lru or the better of the two
     DENSITY = "density"

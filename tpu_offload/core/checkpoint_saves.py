@@ -21,7 +21,7 @@ from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.host_writes import PieceWrites
 from tpu_offload.core.index import ChunkState, NewPiece
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.save_batch import SaveJobs
+from tpu_offload.core.save_jobs import SaveJobs
 from tpu_offload.core.tier_groups import CheckpointGroup
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CopyPart, Direction, JobKind

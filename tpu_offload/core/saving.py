@@ -17,7 +17,7 @@ from tpu_offload.core.host_writes import ChunkWrites
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.policies import Use
 from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.save_batch import SaveBatch, SaveJobs
+from tpu_offload.core.save_jobs import SaveBatch, SaveJobs
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tier_groups import CHUNK_GROUP
 from tpu_offload.core.validate import check_iterable, check_scheduled

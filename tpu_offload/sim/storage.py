@@ -15,8 +15,8 @@ from tpu_offload.config import StorageAdmission, StorageEvictionPolicy, StorageW
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
-from tpu_offload.core.storage.eviction import make_order
 from tpu_offload.core.storage.eviction_order import WrittenChunk
+from tpu_offload.core.storage.order_choice import make_order
 from tpu_offload.core.storage.writes import MAX_CASCADES, MAX_DEMOTIONS
 from tpu_offload.types import ChunkKey
 

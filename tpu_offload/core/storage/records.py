@@ -12,8 +12,8 @@ from typing import final
 from tpu_offload.config import StorageTierConfig, StorageWriteEvent
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.policies import Use
-from tpu_offload.core.storage.eviction import make_order
 from tpu_offload.core.storage.eviction_order import EvictionOrder, Names, RecencyOrder, WrittenChunk, run_end
+from tpu_offload.core.storage.order_choice import make_order
 from tpu_offload.piece_keys import PieceKey, part_keys
 from tpu_offload.types import ChunkKey
 

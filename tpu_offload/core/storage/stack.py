@@ -15,13 +15,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from tpu_offload.core.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.policies import Use
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.storage.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.metrics import TierStats

@@ -1,4 +1,4 @@
-"""Which records of a storage tier are evicted first."""
+"""The order of eviction that a policy gives in a storage tier."""
 
 import gc
 import random
@@ -9,12 +9,9 @@ import pytest
 
 from tests.core.policies.told import ToldPolicy
 from tests.core.storage.prefixes import prefix, written
-from tpu_offload.config import StorageEvictionPolicy
 from tpu_offload.core.index import NO_PARENT
 from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
-from tpu_offload.core.storage.eviction import make_order
 from tpu_offload.core.storage.eviction_order import RecencyOrder
 from tpu_offload.core.storage.policy_order import PolicyOrder
 from tpu_offload.types import ChunkKey
@@ -22,41 +19,6 @@ from tpu_offload.types import ChunkKey
 
 def make(policy, capacity=100, *, num_expected=0):
     return PolicyOrder(PriorityPolicy(POLICIES[policy]), capacity, num_expected=num_expected)
-
-
-def test_every_built_in_policy_can_be_set():
-    assert {policy.value for policy in StorageEvictionPolicy} == {"auto", *POLICIES}
-
-
-@pytest.mark.parametrize(
-    ("capacity", "demotes", "kind"),
-    [
-        (50, False, PolicyOrder),
-        (49, False, AdaptiveOrder),
-        (10, False, AdaptiveOrder),
-        (9, False, RecencyOrder),
-        (1, False, RecencyOrder),
-        (19, True, PolicyOrder),
-        (18, True, AdaptiveOrder),
-        (10, True, AdaptiveOrder),
-        (9, True, RecencyOrder),
-    ],
-)
-def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
-    caplog.set_level("INFO")
-    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes, label="a tier")
-    assert isinstance(order, kind)
-    assert "a tier evicts by " in caplog.text
-    assert order.expects == (demotes and kind is not RecencyOrder)
-
-
-@pytest.mark.parametrize(("capacity", "first", "second"), [(25, "density", "lru"), (24, "lru", "density")])
-def test_of_two_compared_orders_the_size_says_which_is_first(caplog, capacity, first, second):
-    caplog.set_level("INFO")
-    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=False, label="a tier")
-    assert isinstance(order, AdaptiveOrder)
-    assert order.followed == first
-    assert f"a tier evicts by {first}, and by {second} when" in caplog.text
 
 
 @pytest.mark.parametrize("policy", POLICIES)

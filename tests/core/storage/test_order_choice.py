@@ -1,0 +1,45 @@
+"""Which order of eviction a storage tier gets."""
+
+import pytest
+
+from tpu_offload.config import StorageEvictionPolicy
+from tpu_offload.core.policies import POLICIES
+from tpu_offload.core.storage.adaptive_order import AdaptiveOrder
+from tpu_offload.core.storage.eviction_order import RecencyOrder
+from tpu_offload.core.storage.order_choice import make_order
+from tpu_offload.core.storage.policy_order import PolicyOrder
+
+
+def test_every_built_in_policy_can_be_set():
+    assert {policy.value for policy in StorageEvictionPolicy} == {"auto", *POLICIES}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "demotes", "kind"),
+    [
+        (50, False, PolicyOrder),
+        (49, False, AdaptiveOrder),
+        (10, False, AdaptiveOrder),
+        (9, False, RecencyOrder),
+        (1, False, RecencyOrder),
+        (19, True, PolicyOrder),
+        (18, True, AdaptiveOrder),
+        (10, True, AdaptiveOrder),
+        (9, True, RecencyOrder),
+    ],
+)
+def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
+    caplog.set_level("INFO")
+    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=demotes, label="a tier")
+    assert isinstance(order, kind)
+    assert "a tier evicts by " in caplog.text
+    assert order.expects == (demotes and kind is not RecencyOrder)
+
+
+@pytest.mark.parametrize(("capacity", "first", "second"), [(25, "density", "lru"), (24, "lru", "density")])
+def test_of_two_compared_orders_the_size_says_which_is_first(caplog, capacity, first, second):
+    caplog.set_level("INFO")
+    order = make_order(StorageEvictionPolicy.AUTO, capacity=capacity, num_above=10, demotes=False, label="a tier")
+    assert isinstance(order, AdaptiveOrder)
+    assert order.followed == first
+    assert f"a tier evicts by {first}, and by {second} when" in caplog.text
