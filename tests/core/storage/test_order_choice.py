@@ -19,13 +19,13 @@ def test_every_built_in_policy_can_be_set():
     [
         (50, False, PolicyOrder),
         (49, False, AdaptiveOrder),
-        (10, False, AdaptiveOrder),
-        (9, False, RecencyOrder),
+        (9, False, AdaptiveOrder),
+        (8, False, RecencyOrder),
         (1, False, RecencyOrder),
         (19, True, PolicyOrder),
         (18, True, AdaptiveOrder),
-        (10, True, AdaptiveOrder),
-        (9, True, RecencyOrder),
+        (9, True, AdaptiveOrder),
+        (8, True, RecencyOrder),
     ],
 )
 def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):

@@ -26,6 +26,8 @@ AUTO_RATIO_IF_DEMOTED = 1.9
 
 A little less than 2, because twice the memory has a few chunks less than twice as many.
 """
+AUTO_RATIO_FOR_LRU = 0.9
+"""Below this ratio lru: density gained nothing there. A little less than 1, because equal memory has fewer chunks."""
 AUTO_RATIO_IF_COMPARED = 2.5
 """From which ratio on density is followed first. In a smaller tier it loses up to 0.011 until lru has found more."""
 
@@ -48,7 +50,7 @@ def make_order(
     if setting is StorageEvictionPolicy.AUTO:
         if capacity >= num_above * (AUTO_RATIO_IF_DEMOTED if demotes else AUTO_RATIO):
             setting = StorageEvictionPolicy.DENSITY
-        elif capacity < num_above:  # below that density gained nothing
+        elif capacity < num_above * AUTO_RATIO_FOR_LRU:
             setting = StorageEvictionPolicy.LRU
         else:
             both = [StorageEvictionPolicy.LRU, StorageEvictionPolicy.DENSITY]
