@@ -27,6 +27,7 @@ class StorageWorker(FakeWorker):
       storages: by tier, what it holds.
       most_stored: by tier, the most chunks that it ever held.
       frozen: tiers whose jobs do not end.
+      undeletable: records that no tier can delete.
       blocks_per_chunk: places of a slot.
       first_state: the lowest slot of a state; `num_parts` is how many records one has.
     """
@@ -41,6 +42,7 @@ class StorageWorker(FakeWorker):
         self.storages: defaultdict[int, dict[ChunkKey, bytes]] = defaultdict(dict)
         self.most_stored: defaultdict[int, int] = defaultdict(int)
         self.frozen: set[int] = set()
+        self.undeletable: set[ChunkKey] = set()
 
     @property
     def storage(self) -> dict[ChunkKey, bytes]:
@@ -101,6 +103,8 @@ class StorageWorker(FakeWorker):
         return results
 
     def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
+        if not self.undeletable.isdisjoint(job.deleted_keys):
+            fail, failed_blocks = True, tuple(i for i, key in enumerate(job.deleted_keys) if key in self.undeletable)
         self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
         if fail:
             return JobResult(job_id=job.job_id, state=JobState.FAILED, error="injected", failed_blocks=failed_blocks)

@@ -171,10 +171,13 @@ SHARED_MUTATIONS = (
 # Only lives with restarts, late reports and partial failures have these.
 HARD_MUTATIONS = (
     Mutation("what a restarted worker has lost is stored", "StoragePlanner.adopt", "records.forget(name)", "pass"),
-    Mutation("what nobody knows stays in storage", "StoragePlanner.adopt", "self._delete_unknown(listed)", "pass"),
     Mutation(
-        "a deletion that failed in part is over", "StorageWrites._end_deletion", "records.to_delete[_] = None", "pass"
+        "what nobody knows stays in storage",
+        "StoragePlanner.adopt",
+        "self.writes.deletions.add_unknown(listed)",
+        "pass",
     ),
+    Mutation("a deletion that failed in part is over", "Deletions.ended", "records.to_delete[_] = None", "pass"),
     Mutation(
         "what a killed worker was writing goes on",
         "ReportHandler._handle_restart",

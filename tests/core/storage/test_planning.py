@@ -760,3 +760,65 @@ def test_a_match_whose_eviction_policy_raises_promises_nothing():
     assert engine.match("a", A).num_tokens == 4 * BLOCK_SIZE - 1
     scheduler.release("a")
     scheduler.check_invariants()
+
+
+def test_a_record_that_cannot_be_deleted_stops_no_others(caplog):
+    """It takes room and is tried again later; all else goes on, and the breaker stays closed."""
+    engine = StorageEngine(num_storage_chunks=8)
+    storage_planner(engine.scheduler).adopt(0, [])
+    engine.fill(prompt(0))
+    stuck = engine.keys(prompt(0))[-1]
+    engine.workers[0].undeletable.add(stuck)
+    for i in range(1, 20):
+        engine.fill(prompt(i))
+        engine.scheduler.check_invariants()
+    records = storage_planner(engine.scheduler).records
+    assert records.undeletable == {stuck}
+    assert not records.to_delete
+    assert "cannot delete 1 of its records" in caplog.text
+    stats = engine.scheduler.stats()
+    assert stats.num_breaker_openings == 0
+    assert stats.dropped_cascade_chunks == 0
+    assert set(records.stored) >= {*engine.keys(prompt(19))}
+    assert max(engine.workers[0].most_stored.values()) <= 8
+
+    storage_planner(engine.scheduler).adopt(0, [*records.stored, stuck])  # it has restarted: another try
+    assert list(records.to_delete) == [stuck]
+    assert not records.undeletable
+
+
+def test_a_record_that_could_not_be_deleted_is_tried_again_after_many_others(caplog):
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=128)
+    engine.fill(prompt(0))
+    stuck = engine.keys(prompt(0))[-1]
+    worker, records = engine.workers[0], storage_planner(engine.scheduler).records
+    worker.undeletable.add(stuck)
+    for i in range(1, 50):  # 3,000 records are deleted
+        engine.fill(prompt(i, num_blocks=64))
+    assert records.undeletable == {stuck}
+    assert caplog.text.count("cannot delete 1 of its records") == 2, "at first, and after 1,024 others"
+    worker.undeletable.clear()
+    for i in range(100, 140):
+        engine.fill(prompt(i, num_blocks=64))
+    assert not records.undeletable
+    assert stuck not in worker.storage
+
+
+def test_while_nothing_can_be_deleted_no_record_is_given_up():
+    """As when the store does not answer: they are deleted once it does."""
+    engine = StorageEngine(num_storage_chunks=8)
+    engine.fill(prompt(0))
+    worker = engine.workers[0]
+    worker.undeletable.update(engine.keys(prompt(0)), engine.keys(prompt(1)))
+    for i in range(1, 12):
+        engine.fill(prompt(i))
+    records = storage_planner(engine.scheduler).records
+    assert records.to_delete
+    assert not records.undeletable
+    worker.undeletable.clear()
+    engine.clock.now_s += 1000.0
+    for i in range(12, 16):
+        engine.fill(prompt(i))
+        engine.clock.now_s += 1000.0
+    engine.rest()
+    assert set(engine.workers[0].storage) == set(records.stored)

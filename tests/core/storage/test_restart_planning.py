@@ -99,11 +99,51 @@ def test_keys_of_other_namespaces_are_deleted():
 
 
 def test_workers_with_nothing_in_common_begin_anew():
-    """Deleting what the others lack would take more room than storage has."""
+    """What both have together is more than storage has room for: nothing is written until it is gone."""
     engine = StorageEngine(num_workers=2, num_storage_chunks=8)
-    adopt(engine, engine.keys(A) + engine.keys(B), [*engine.keys(C), *engine.keys(prompt(9))])
+    listings = engine.keys(A) + engine.keys(B), [*engine.keys(C), *engine.keys(prompt(9))]
+    for worker, listed in zip(engine.workers, listings, strict=True):
+        worker.storage.update(dict.fromkeys(listed, b"x"))
+    adopt(engine, *listings)
     assert not planner(engine).stored_keys()
-    assert len(clears([engine.turn()])) == 1
+    assert planner(engine).records.room == -8
+    plan = engine.turn()
+    assert not clears([plan])
+    assert len(plan.of(JobKind.DELETE)[0].deleted_keys) == 16
+    assert not any(worker.storage for worker in engine.workers)
+    engine.fill(A)
+    engine.check_storage([A])
+
+
+def test_workers_that_have_not_quite_the_same_keep_what_they_share():
+    """As after a power failure, or when a tier is made smaller: each has other ones of the newest records."""
+    engine = StorageEngine(num_workers=2, num_storage_chunks=8)
+    keys = store(engine, A, B)
+    others = engine.keys(C)
+    for worker, lost, other in zip(engine.workers, (keys[7], keys[6]), others[:2], strict=True):
+        del worker.storage[lost]
+        worker.storage[other] = b"x"
+    adopt(engine, *([*worker.storage] for worker in engine.workers))
+    assert planner(engine).stored_keys() == keys[:6]
+    engine.turn()
+    engine.rest()
+    assert [set(worker.storage) for worker in engine.workers] == [set(keys[:6])] * 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_restarts_during_a_deletion_keeps_the_rest(num_workers):
+    """What it was to delete is listed again: it must not count twice, or the full tier would seem to hold too much."""
+    engine = StorageEngine(num_workers=num_workers, num_storage_chunks=8)
+    keys = store(engine, A, B)
+    adopt(engine, *([keys] * num_workers))
+    records = planner(engine).records
+    records.evict(2)
+    (deletion,) = engine.turn(num_jobs=0).of(JobKind.DELETE)
+    assert len(deletion.deleted_keys) == 2
+    planner(engine).adopt(num_workers - 1, keys)
+    engine.scheduler.check_invariants()
+    assert len(planner(engine).stored_keys()) == 6
+    assert records.room == 0
 
 
 def test_a_worker_that_restarts_keeps_what_it_has():

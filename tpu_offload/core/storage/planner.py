@@ -172,7 +172,7 @@ class StoragePlanner:
             own = set(listed)
             for name in [name for name in records.stored if name not in own]:
                 records.forget(name)
-            self._delete_unknown(listed)
+            self.writes.deletions.add_unknown(listed)
 
     def _restore(self, listings: Sequence[Sequence[ChunkKey]]) -> None:
         """Takes what all workers have as stored."""
@@ -184,12 +184,7 @@ class StoragePlanner:
         for name in restored:
             self.records.add(name)
         self._counts.restored_chunks += len(restored)
-        self._delete_unknown([name for listing in listings for name in listing])
-
-    def _delete_unknown(self, listed: Sequence[ChunkKey]) -> None:
-        self.writes.delete_unknown(listed)
-        if self.records.room < 0:  # the workers have different records, as if they were of different engines
-            self.reset()
+        self.writes.deletions.add_unknown([name for listing in listings for name in listing])
 
     def _fail_jobs(self, why: str) -> None:
         for job in self._jobs.of(*STORAGE_JOBS):

@@ -38,6 +38,7 @@ class StoredRecords:
       promoting: those that jobs in flight read.
       to_delete: those to be deleted, by later jobs.
       num_deleting: those that jobs in flight delete.
+      undeletable: those that could not be deleted; they take room.
       host_evicted: chunks that the host tier has evicted since the last plan, if the order compares; tails first, each
         with the one before it.
       is_shared: other engines use the tier too, so nothing is deleted.
@@ -76,6 +77,7 @@ class StoredRecords:
         self.promoting: set[ChunkKey] = set()
         self.to_delete: Keys = OrderedDict()
         self.num_deleting = 0
+        self.undeletable: set[ChunkKey] = set()
         self.is_shared = False
         self.host_evicted: dict[ChunkKey, ChunkKey] = {}
         self._ends: dict[ChunkKey, ChunkKey] = {}  # by chunk, the stored record that only a checkpoint after it needs
@@ -253,6 +255,7 @@ class StoredRecords:
         self._order.clear()
         self.host_evicted = {}
         self.to_delete.clear()
+        self.undeletable.clear()
         self._ends.clear()
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
@@ -275,8 +278,9 @@ class StoredRecords:
 
     @property
     def room(self) -> int:
-        """Free capacity."""
-        return self.capacity - len(self._order.stored) - len(self.writing) - len(self.to_delete) - self.num_deleting
+        """Free capacity; negative while what is to be deleted is more than one worker has."""
+        num_unwanted = len(self.to_delete) + self.num_deleting + len(self.undeletable)
+        return self.capacity - len(self._order.stored) - len(self.writing) - num_unwanted
 
     @property
     def room_in_flight(self) -> int:
@@ -296,9 +300,10 @@ class StoredRecords:
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree. For tests."""
         self._order.check_invariants()
-        assert self.room >= 0, "storage holds more than it may"
+        assert len(self.stored) + len(self.writing) <= self.capacity, "storage holds more than it may"
         stored = set(self.stored)
         assert not self.writing & stored
         assert not (self.writing | stored) & self.to_delete.keys(), "what is stored would be deleted"
+        assert self.undeletable.isdisjoint(self.writing | stored | self.to_delete.keys()), "a record counts twice"
         assert all(name in stored and self._end_of(name) == end for end, name in self._ends.items())
         assert len(self._ends) == sum(self._has_pieces and self._end_of(name) is not None for name in self.stored)

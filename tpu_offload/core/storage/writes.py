@@ -12,7 +12,7 @@ Deletions, and the order to clear the tier, are jobs of their own.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from tpu_offload.config import StorageTierConfig, StorageWriteEvent
@@ -21,6 +21,7 @@ from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.admission import AdmissionFilter
+from tpu_offload.core.storage.deletions import Deletions
 from tpu_offload.core.storage.eviction_order import WrittenChunk
 from tpu_offload.core.storage.jobs import ACCOUNT, TierJobs
 from tpu_offload.core.storage.records import Keys, StoredRecords
@@ -31,7 +32,6 @@ from tpu_offload.types import ChunkKey, JobKind, JobState
 MAX_CASCADES = 8  # slots in a step; the worker dispatches a program for each
 MAX_DEMOTIONS = 64  # likewise; they cannot wait for the next step. As many as a promotion reads, and so evicts
 _MAX_FINISHED = 64  # requests whose prefix is still being written
-_MAX_DELETES = 256  # a step
 _MAX_CANDIDATES = 4096
 _MAX_CLEAR_TIMEOUTS = 64  # of the job timeout
 
@@ -56,6 +56,7 @@ class StorageWrites:
 
     Attributes:
       demotes: whether what is evicted is written, instead of what is saved.
+      deletions: what is deleted to make room.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class StorageWrites:
         self._jobs = jobs
         self._has_checkpoints = bool(context.checkpoint_groups)
         self._writes = jobs.make_breaker("cascades to")
-        self._deletions = jobs.make_breaker("deletions in", repeated=True)
+        self.deletions = Deletions(records, jobs, label=tier.label)
         # Saved chunks to write, and the uses for which they were saved; oldest first.
         self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
@@ -208,7 +209,7 @@ class StorageWrites:
     def has_plans(self) -> bool:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
         if self._must_clear:
-            return not self._is_clearing and self._deletions.admits(ACCOUNT)
+            return not self._is_clearing and self.deletions.breaker.admits(ACCOUNT)
         return bool(self._candidates or self._checkpoints) and self._writes.admits(ACCOUNT)
 
     @property
@@ -234,11 +235,7 @@ class StorageWrites:
             self._evict()
         if self._victims:  # before the deletions, which are dispatched later: none of them may delete what it writes
             self._plan_demotion(now_s, may_write=writes)
-        # One batch at a time, which bounds how many deletions are retried after a failure.
-        if records.to_delete and not records.num_deleting and self._deletions.admits(ACCOUNT):
-            records.num_deleting = min(len(records.to_delete), _MAX_DELETES if self._deletions.closed else 1)
-            deleted = tuple([records.to_delete.popitem(last=False)[0] for _ in range(records.num_deleting)])
-            self._jobs.plan(JobKind.DELETE, (), (), self._deletions, now_s=now_s, deleted=deleted)
+        self.deletions.plan(now_s)
         if writes:
             self._plan_cascade(now_s)
 
@@ -246,7 +243,7 @@ class StorageWrites:
         """Nothing else is planned before it has succeeded."""
         self._is_clearing = True
         timeouts = self._num_clear_timeouts
-        self._jobs.plan(JobKind.CLEAR, (), (), self._deletions, now_s=now_s, num_timeouts=timeouts)
+        self._jobs.plan(JobKind.CLEAR, (), (), self.deletions.breaker, now_s=now_s, num_timeouts=timeouts)
 
     def _plan_demotion(self, now_s: float, *, may_write: bool) -> None:
         """Plans to write what was evicted since the last plan, what is nearest to its head first; drops the rest."""
@@ -314,6 +311,7 @@ class StorageWrites:
         if batch.keys:
             for name in batch.names:
                 self._records.to_delete.pop(name, None)
+                self._records.undeletable.discard(name)
                 self._records.remove(name)  # a part of a state that has lost others
             self._records.writing.update(batch.names)
             job = self._jobs.plan(kind, batch.keys, batch.slots, self._writes, now_s=now_s)
@@ -368,7 +366,10 @@ class StorageWrites:
                 self._num_clear_timeouts = min(2 * self._num_clear_timeouts, _MAX_CLEAR_TIMEOUTS)
             return
         if job.kind is JobKind.DELETE:
-            self._end_deletion(job, bad)
+            has_ended = self.deletions.ended(job, bad)
+            self._note_written()
+            if not has_ended:
+                self._drop_candidates()
         else:
             self._end_write(job, bad)
         if self.demotes:
@@ -402,21 +403,10 @@ class StorageWrites:
             _, use, keys = self._finished.popleft()
             self._records.use(use, keys)
 
-    def _end_deletion(self, job: Job, bad: frozenset[int]) -> None:
-        """What could not be deleted is deleted again."""
-        records, deleted = self._records, job.wire.deleted_keys
-        records.num_deleting -= len(deleted)
-        kept = [name for i, name in enumerate(deleted) if i in bad]
-        for name in kept:
-            if not records.knows(name):
-                records.to_delete[name] = None
-        self._note_written()
-        if kept:
-            self._drop_candidates()
-
     def reset(self) -> None:
         """The tier has to be cleared."""
         self._must_clear = True
+        self.deletions.reset()
         self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()
@@ -427,15 +417,6 @@ class StorageWrites:
         self._candidates.clear()
         self._checkpoints.clear()
         self._victims.clear()
-
-    def delete_unknown(self, listed: Iterable[ChunkKey]) -> None:
-        """A worker has these records; those that the scheduler does not know are deleted."""
-        records = self._records
-        if records.is_shared:
-            return
-        for name in listed:
-            if not records.knows(name):
-                records.to_delete[name] = None
 
     def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: what was evicted from it cannot be written."""
