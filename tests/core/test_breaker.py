@@ -2,9 +2,11 @@
 
 import logging
 
+import pytest
+
 from tests.core.fakes import Clock, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tpu_offload import JobKind
+from tpu_offload import JobKind, JobResult, JobState
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.types import BlockHash
 
@@ -167,6 +169,30 @@ def test_a_probing_load_that_is_released_or_aborted_makes_room_for_the_next_prob
     assert engine.scheduler.stats().num_open_breakers == 1
     assert serve(engine, "good", tokens(8, start=100), fail=False) == 4
     assert engine.scheduler.stats().num_open_breakers == 0
+
+
+@pytest.mark.parametrize("state", [JobState.FINISHED, JobState.CANCELLED])
+def test_a_load_whose_request_ends_before_the_report_counts_if_it_was_copied(state):
+    """As every load of a prompt that is computed in one step with one token of output."""
+    engine = FakeEngine(breaker_failures=1, breaker_retry_s=10.0, num_blocks=64)
+    engine.serve("a", tokens(8))
+    engine.serve("other", tokens(8, start=100))
+    assert serve(engine, "bad", tokens(8), fail=True)
+    engine.clock.now_s += 11
+    before = engine.scheduler.stats()
+    assert engine.add("probe", tokens(8, start=100)).num_computed == 4
+    plan, _ = engine.step()
+    engine.remove("probe")
+    (load,) = plan.of(JobKind.LOAD)
+    engine.workers[0].finish()
+    update = engine.apply(engine.workers[0], [JobResult(job_id=load.job_id, state=state, duration_s=0.5)])
+    assert not update.loaded
+    stats, is_done = engine.scheduler.stats(), state is JobState.FINISHED
+    assert stats.num_open_breakers == (not is_done)
+    assert stats.loaded_blocks - before.loaded_blocks == is_done
+    assert stats.loaded_tokens - before.loaded_tokens == 4 * is_done
+    assert stats.load_s - before.load_s == 0.5 * is_done
+    engine.scheduler.check_invariants()
 
 
 def test_jobs_that_time_out_open_it_as_well():

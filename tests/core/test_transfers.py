@@ -73,6 +73,23 @@ def test_a_swap_whose_result_never_came_ends_likewise():
     engine.check_empty()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_result_that_is_lost_by_either_worker_is_counted_once(first, both):
+    workers = [FakeWorker(i) for i in range(2)]
+    engine = FakeEngine(workers=workers)
+    engine.add("a", tokens(16))
+    plan, _ = engine.step({"a": 16})
+    (job,) = plan.of(JobKind.SAVE)
+    for worker_id in (first, 1 - first):
+        if worker_id == first or both:
+            report(engine, worker_id, oldest_job_id=job.job_id + 1)
+        else:
+            report(engine, worker_id, JobResult(job_id=job.job_id, state=FINISHED))
+    assert engine.scheduler.stats().num_lost_results == 1
+    assert engine.scheduler.stats().num_failed_jobs == 1
+
+
 @pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
 def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_has_finished_with_it(how):
     workers = [FakeWorker(i, num_host_chunks=4) for i in range(2)]

@@ -59,6 +59,8 @@ class Job:
       is_void: what it copies was made invalid by a reset, or is of a step that was aborted: unless a copy failed, its
         end is no failure to report.
       detached: the request was told the outcome, or is gone: nothing waits for the end.
+      was_cancelled: some worker has not copied all of it, because it is detached.
+      result_lost: some worker will never report it.
       missing: for a promotion, positions of chunks that some worker's storage does not have.
       num_found: for a lookup, for each of its prefixes the number of leading chunks that all workers so far have.
       error: the first error reported.
@@ -97,7 +99,7 @@ class Job:
         self.failed_blocks: frozenset[int] = frozenset()
         self.copy_failed = False
         self.is_void = False
-        self.detached = False
+        self.detached = self.was_cancelled = self.result_lost = False
         self.missing: frozenset[int] = frozenset()
         self.num_found: tuple[int, ...] = ()
         self.error = ""
@@ -158,6 +160,7 @@ class Job:
             self._add_found(worker_id, result.num_found)
             return
         if result.state is JobState.FINISHED or (result.state is JobState.CANCELLED and self.detached):
+            self.was_cancelled |= result.state is JobState.CANCELLED
             return
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
         self.copy_failed |= result.state is JobState.FAILED
@@ -378,7 +381,7 @@ class JobTable:
           oldest_job_id: see `StepReport`.
           but: jobs of storage that it still runs, at any ids.
         Returns:
-          How many jobs failed: those that it had not reported and that no other worker still runs.
+          How many jobs have failed because of that: those that it had not reported, each counted for one worker only.
         """
         known = self._oldest[worker_id]
         if oldest_job_id < known or (oldest_job_id == known and but == self._of_storage[worker_id]):
@@ -392,13 +395,15 @@ class JobTable:
             for job in earlier
             if worker_id in job.waiting_for and job.state is JobState.SENT and job.job_id not in but
         ]
+        num_lost = sum(not job.result_lost for job in lost)
         for job in lost:
+            job.result_lost = True
             job.waiting_for.remove(worker_id)
             job.mark_failed(f"worker {worker_id} never reported the result")
         ended = [job for job in lost if not job.waiting_for]
         for job in ended:
             self._end(job)
-        return len(ended)
+        return num_lost
 
     def _size_of(self, parts: tuple[CopyPart, ...]) -> tuple[int, int]:
         """How many blocks move, and bytes."""
@@ -412,7 +417,7 @@ class JobTable:
     def _end(self, job: Job, state: JobState | None = None) -> None:
         del self._jobs[job.job_id]
         failed = job.all_failed or job.failed_blocks
-        ended = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
+        ended = JobState.FAILED if failed else JobState.CANCELLED if job.was_cancelled else JobState.FINISHED
         job.state = state or ended
         self._complete(job)
         self._on_end[job.kind](job)

@@ -293,7 +293,6 @@ class Transfers:
         self._requests[request_id].load = None
         if job.state is JobState.FINISHED:
             self._loaded.append(request_id)
-            self._counts.loaded_tokens += _blocks_per_group(job) * self._block_size
             return
         self._had_failed_loads.add(request_id)
         # The blocks before the first failed one are valid.
@@ -315,6 +314,7 @@ class Transfers:
             counts.save_s += job.duration_s
         else:
             counts.loaded_blocks += num_blocks
+            counts.loaded_tokens += _blocks_per_group(job) * self._block_size
             counts.loaded_nbytes += job.nbytes
             counts.load_s += job.duration_s
             self._costs.observe_load(job.nbytes, job.duration_s)
