@@ -331,7 +331,7 @@ class JobResult:
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
         its dispatch until the last chunk was read.
       missing_chunks: of a promotion, positions of chunks that storage does not have any more, ascending: nothing
-        failed, but they were not copied.
+        failed, but they were not copied. Those of damaged records, too, which have failed.
       num_found: of a lookup that FINISHED, for each of its prefixes the number of leading chunks that storage has of
         this worker; else empty.
     """
@@ -380,7 +380,8 @@ class WorkerSetup:
       storage_chunks: capacity of each storage tier, nearest first, as in the settings; empty without one.
       stored_keys: by tier, the chunks that it had on this worker when that started, oldest first; of a shared one none.
         With data-parallel ranks those of all tiers of the first rank, then of the next; each rank gets its own. None of
-        a rank of which this process has no device: then the lists of the other workers decide.
+        a rank of which this process has no device, or if it has no memory for a host tier: then the lists of the other
+        workers decide.
       shares_storage: by tier, whether other engines use it, too, so that it has to be asked what it has.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """

@@ -166,6 +166,8 @@ def test_failures_on_one_host_change_no_token(expected):
         fused = OffloadConfig.create(num_cpu_chunks=8, save_path="fused")
         with pytest.raises(HostError, match=r"^host \d of 2 has failed \(ConfigError: .*TPU_OFFLOAD_SAVE_PATH"):
             Engine(MODEL, ENGINE, offload=fused, hosts=hosts)
+    with pytest.raises(HostError, match=r"^the hosts are closed; expected no call after close\(\)$"):
+        hosts.ask("start")
 
 
 def test_heads_that_cannot_be_divided():

@@ -128,7 +128,7 @@ SHARED_MUTATIONS = (
     Mutation(
         "a failed read is asked for again",
         "LookupPlanner._unknown",
-        "first < request.arrival.num_asked_chunks",
+        "first < arrival.num_asked_chunks",
         "False",
     ),
     Mutation("a late lookup is waited for", "LookupPlanner.ask", "self._is_late", "False"),

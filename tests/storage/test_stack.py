@@ -7,11 +7,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.core.fakes import LAYOUT
-from tests.inside.scheduler import storage_planners, storage_stack_planner, tier_context
+from tests.inside.scheduler import chunk_index, storage_planners, storage_stack_planner, tier_context
 from tests.storage.fakes import StorageEngine, prompt
 from tests.storage.memory_tier import NAME
 from tests.test_config import make_layout
-from tpu_offload import KVLayout, MatchState, OffloadConfig, OffloadScheduler, StatsCollector, TierStats, WorkerSetup
+from tpu_offload import (
+    JobResult,
+    JobState,
+    KVLayout,
+    MatchState,
+    OffloadConfig,
+    OffloadScheduler,
+    StatsCollector,
+    TierStats,
+    WorkerSetup,
+)
 from tpu_offload.core.load_costs import LoadCosts
 from tpu_offload.core.workers import expected_setups
 from tpu_offload.metrics import TIER_METRICS
@@ -475,3 +485,135 @@ def test_without_tiers_there_is_nothing():
     counts = engine.scheduler.stats().as_dict()
     storage_stack_planner(engine.scheduler).add_stats(counts)
     assert counts == engine.scheduler.stats().as_dict()
+
+
+# --- a shared tier behind a private one whose reads do not come -------------------------------------
+
+
+def shared_below(**settings):
+    """A private tier and a shared one below it both have A; of the shared one that is not known, as after a restart."""
+    engine = make(num_host_chunks=16, **settings)
+    engine.turn()
+    for worker in engine.workers:
+        tiers(engine)[1].adopt(worker.worker_id, (), is_shared=True)
+    put(engine, 0, A)
+    for worker in engine.workers:
+        worker.storages[1].update(zip(engine.keys(A), engine.hashes(A), strict=True))
+    return engine
+
+
+def looked_up(plan):
+    return [prefix for job in plan.of(JobKind.LOOKUP) for prefix in job.prefixes]
+
+
+def test_what_a_suspended_tier_has_is_asked_for_in_the_shared_one():
+    engine = shared_below(breaker_failures=3, breaker_retry_s=100.0)
+    engine.match("a", A)
+    assert not looked_up(engine.turn()), "it is read"
+    engine = shared_below(breaker_failures=3, breaker_retry_s=100.0)
+    for job_id in range(3):
+        tiers(engine)[0].reads.breaker.failed(job_id, "injected")
+    engine.match("a", A)
+    assert [list(keys) for keys in looked_up(engine.turn())] == [engine.keys(A)]
+    assert wants(engine, A) == [(1, 4)]
+
+
+def test_what_a_hanging_tier_has_is_asked_for_in_the_shared_one():
+    engine = shared_below()
+    put(engine, 0, B)
+    engine.workers[0].frozen = {0}
+    assert wants(engine, B) == [(0, 4)]
+    engine.clock.now_s += 2.5
+    engine.match("a", A)
+    assert [list(keys) for keys in looked_up(engine.turn())] == [engine.keys(A)]
+    assert wants(engine, A) == [(1, 4)]
+
+
+@pytest.mark.parametrize("failed", [(), (2,)])
+def test_a_request_whose_read_has_failed_asks_the_shared_tier(failed):
+    engine = shared_below()
+    engine.match("a", A)
+    plan, _ = engine.step()
+    assert reads(plan) == [(0, 4)]
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=True, failed_blocks=failed))
+    assert engine.match("a", A).state is MatchState.ARRIVING
+    assert [list(keys) for keys in looked_up(engine.turn())] == [engine.keys(A)[2 if failed else 0 :]]
+    assert wants(engine, A) == [(1, 1 if failed else 4)]
+    engine.rest()
+    assert engine.match("b", A).num_tokens == 15
+
+
+# --- a read that fails though the record may be intact ----------------------------------------------
+
+
+def test_what_could_not_be_read_rests_and_is_read_again():
+    """As while a server does not answer: what it has is intact, and nothing is deleted."""
+    engine = StorageEngine(num_host_chunks=16, sizes=(6,), breaker_retry_s=5.0)
+    engine.turn()
+    put(engine, 0, A)
+    records = tiers(engine)[0].records
+    for _ in range(3):
+        engine.match("a", A)
+        plan = engine.turn(fail=True)
+        assert reads(plan) == [(0, 4)]
+        assert set(records.resting) == set(engine.keys(A))
+        assert (records.room, len(records.stored)) == (2, 0)
+        assert engine.match("b", A).state is MatchState.MISS, "it is computed meanwhile"
+        engine.clock.now_s += 4.9
+        assert wants(engine, A) == []
+        engine.clock.now_s += 0.2
+        engine.turn()
+        assert stored(engine, 0) == set(engine.keys(A))
+    assert not records.to_delete
+    assert wants(engine, A) == [(0, 4)]
+    assert engine.match("c", A).state is MatchState.HIT
+
+
+def test_what_fails_again_while_others_are_read_is_deleted():
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,), breaker_retry_s=5.0)
+    engine.turn()
+    put(engine, 0, A)
+    records, bad = tiers(engine)[0].records, engine.keys(A)[3]
+    engine.match("a", A)
+    engine.turn(fail=True, failed_blocks=(3,))
+    assert list(records.resting) == [bad]
+    chunk_index(engine.scheduler).clear()
+    engine.clock.now_s += 6.0
+    engine.turn()
+    engine.match("b", A)
+    engine.turn(fail=True, failed_blocks=(3,))
+    assert not records.resting
+    engine.turn()
+    assert bad not in engine.workers[0].storage
+
+
+def test_a_worker_that_restarts_while_a_record_rests_has_it_still():
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,))
+    engine.turn()
+    tiers(engine)[0].adopt(0, [])
+    put(engine, 0, A)
+    engine.match("a", A)
+    engine.turn(fail=True)
+    assert not stored(engine, 0)
+    tiers(engine)[0].adopt(0, engine.keys(A)[:3])
+    engine.scheduler.check_invariants()
+    assert stored(engine, 0) == set(engine.keys(A)[:3])
+    assert list(tiers(engine)[0].records.to_delete) == engine.keys(A)[3:]
+
+
+def test_a_damaged_record_is_deleted_at_once():
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,))
+    engine.turn()
+    put(engine, 0, A)
+    engine.match("a", A)
+    plan, _ = engine.step()
+    (job,) = plan.of(JobKind.PROMOTE)
+    engine.workers[0].finish()
+    result = JobResult(
+        job_id=job.job_id, state=JobState.FAILED, error="damaged", failed_blocks=(1, 2), missing_chunks=(2,)
+    )
+    engine.apply(engine.workers[0], [result])
+    records, keys = tiers(engine)[0].records, engine.keys(A)
+    assert (list(records.resting), list(records.to_delete)) == ([keys[1]], [keys[2]])
+    stats = engine.scheduler.stats()
+    assert (stats.failed_storage_chunks, stats.missing_storage_chunks) == (2, 0)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.caches import random_caches
 from tests.inside.worker import slot_pools, storage_calls, storage_copies, worker_storage, worker_storage_tier
 from tests.jobs import key_of, storage_job
 from tests.storage.memory_tier import FAULTY, NAME, MemoryTier
@@ -951,6 +952,19 @@ def test_close_ends_threads_that_wait_for_a_clear():
     for thread in own:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_worker_without_memory_for_a_host_tier_does_not_say_that_storage_is_empty():
+    """The other hosts would delete what they have."""
+    caches = random_caches(np.random.default_rng(0))
+    layout = KVLayout.from_caches(caches, block_size=4)
+    config = OffloadConfig.create(
+        num_staging_blocks=4, num_cpu_chunks=4, storage_tier=NAME, num_storage_chunks=8, host_memory_fraction=0.5
+    )
+    worker = OffloadWorker(config, layout, caches, available=layout.block_nbytes)
+    assert worker.num_host_chunks == 0
+    assert worker.poll().setup.stored_keys == (None,)
+    worker.close()
 
 
 def test_the_first_reports_list_what_is_stored():

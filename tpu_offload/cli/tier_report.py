@@ -66,7 +66,7 @@ def checks_as_json(verification: Verification) -> dict[str, Any]:
 def print_holdings(report: Mapping[str, Any]) -> None:
     """Prints a table of generations, and what else there is."""
     console = ReportConsole()
-    headers = ("model", "worker", "generation", "", "chunks", "GB", "oldest", "newest")
+    headers = ("model", "worker", "generation", "state", "chunks", "GB", "oldest", "newest")
     numbers = {"worker", "chunks", "GB", "oldest", "newest"}
     columns = [Column(text, justify="right" if text in numbers else "left", no_wrap=True) for text in headers]
     rows = report["generations"]
@@ -75,7 +75,7 @@ def print_holdings(report: Mapping[str, Any]) -> None:
             f"{row['fingerprint'][:12]}...",
             str(row["worker_id"]),
             row["generation"],
-            "" if row["current"] else "left over",
+            "current" if row["current"] else "left over",
             f"{row['num_chunks']:,}",
             _gb(row["nbytes"]),
             _age(row["oldest_s"]),

@@ -53,6 +53,8 @@ def command(argv: Sequence[str], /, *, url: str, interval: float, count: int | N
                 first = Scrape(at_s=now.at_s, values={}, tiers={})  # all of its counts are new
             live.update(view(now, last, first, url=url), refresh=True)
             last = now
+    if not live.console.is_terminal:
+        live.console.line()  # on a terminal `Live` has ended it
     return 1 if problem else 0
 
 

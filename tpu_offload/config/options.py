@@ -368,7 +368,7 @@ class OffloadConfig(pydantic.BaseModel):
             if all(part.isidentifier() for part in (*module.split("."), class_name)):
                 return value
             raise ValueError("expected module:Class, like my_package.policies:MyPolicy")
-        near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         *first, last = map(repr, names)
         raise ValueError(f"expected {', '.join(first)} or {last}, or module:Class of your own policy{hint}")

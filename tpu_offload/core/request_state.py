@@ -59,6 +59,7 @@ class Arrival:
       since_s: when a match was first answered with ARRIVING since it last held blocks; None if none was.
       storage_wait_s: how long they may be for chunks of storage; None until that was estimated.
       num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
+      all_known_at: the end of its prompt, in chunks, and how many reads had failed, when all of it was known.
       num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
       awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
       lookup_wait_s: how long they may be ARRIVING for that lookup; 0 if it waits for none.
@@ -69,12 +70,14 @@ class Arrival:
         self.storage_wait_s: float | None = None
         self.num_asked_chunks = 0
         self.num_asked_boundaries = 0
+        self.all_known_at = 0, 0
         self.awaited_lookup: ChunkKey | None = None
         self.lookup_wait_s = 0.0
 
     def start_over(self) -> None:
         """Its keys have changed."""
         self.num_asked_chunks = self.num_asked_boundaries = 0
+        self.all_known_at = 0, 0
         self.awaited_lookup = None
 
 

@@ -315,7 +315,7 @@ class OffloadScheduler:
             `OffloadWorker.mark_caches_lost`. With it the next plan is made for them, and the worker's report of the
             loss changes nothing; without it that worker cancels all planned jobs until its report has arrived.
         Raises:
-          RequestError: no worker has this epoch; nothing was changed.
+          RequestError: it is no epoch of one of the workers 0 to num_workers - 1; nothing was changed.
         """
         if epoch is not None:
             check_epoch(epoch, num_workers=len(self._workers))

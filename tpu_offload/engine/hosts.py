@@ -172,6 +172,8 @@ class Hosts:
 
     def _error(self) -> HostError:
         """Why the connections are broken: what the first host that ended has said, or how it ended."""
+        if self._is_closing:
+            return HostError("the hosts are closed; expected no call after close()")
         self._watcher.join()
         host = self._dead
         return HostError(

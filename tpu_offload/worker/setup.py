@@ -68,7 +68,8 @@ def describe_setup(
         process_index=jax.process_index(),
         save_path=paths[Direction.SAVE],
         load_path=paths[Direction.LOAD],
-        stored_keys=storage.stored_keys if storage is not None else ((),) * num_tiers * layout.num_ranks,
+        # Without a host tier, for lack of memory, what storage has is not known: it must not count as lost.
+        stored_keys=storage.stored_keys if storage is not None else (None,) * num_tiers * layout.num_ranks,
         shares_storage=storage.are_shared if storage is not None else (False,) * num_tiers,
         **fields,
     )

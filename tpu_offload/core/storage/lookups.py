@@ -51,7 +51,7 @@ class LookupPlanner:
       tier: the settings of the tier.
       capacity: most chunks that may count as stored.
       breaker: suspends lookups while they fail.
-      is_known: whether a chunk is resident, in any tier or on its way to one.
+      is_readable: whether a chunk is resident, on its way to a tier, or in one that can be read.
       add_found: called with leading chunks of a prefix that storage has.
     """
 
@@ -62,7 +62,7 @@ class LookupPlanner:
         *,
         capacity: int,
         breaker: CircuitBreaker,
-        is_known: Callable[[ChunkKey], bool],
+        is_readable: Callable[[ChunkKey], bool],
         add_found: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         config, layout = context.config, context.layout
@@ -71,7 +71,8 @@ class LookupPlanner:
         self._counts = context.counts
         self._costs = context.costs
         self._clock = context.clock
-        self._is_known = is_known
+        self._is_readable = is_readable
+        self._num_failed_reads = 0  # of any tier
         self._add_found = add_found
         self._wait_s = config.storage_lookup_wait_s
         self._timeout_s = min(config.job_timeout_s, max(_TIMEOUT_S, 2 * self._wait_s))
@@ -90,6 +91,10 @@ class LookupPlanner:
     def enable(self) -> None:
         """Storage is shared, as a worker has reported."""
         self._is_enabled = self._wait_s > 0 and not self._was_reset
+
+    def look_again(self) -> None:
+        """A read has failed: requests whose chunks were all known may have to ask after all."""
+        self._num_failed_reads += 1
 
     def reset(self) -> None:
         """The keys have changed: no other engine has stored any of them."""
@@ -159,19 +164,21 @@ class LookupPlanner:
 
         One that is in HBM only, such as tokens that were generated here, has to be known for those after it to be read.
         """
-        keys, last = request.keys, len(request.keys)
-        if request.arrival.num_asked_chunks >= last:
+        keys, last, arrival = request.keys, len(request.keys), request.arrival
+        if arrival.num_asked_chunks >= last:
             return last, last
         if request.limits.max_load_tokens is not None:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
         if request.last_match.num_found_chunks >= last:
             return last, last
+        if arrival.all_known_at == (last, self._num_failed_reads):  # not to be looked through again in each step
+            return last, last
         first = 0 if request.use.num_in_hbm else request.last_match.num_found_chunks
-        while first < last and self._is_known(keys[first]):
+        while first < last and self._is_readable(keys[first]):
             first += 1
-        if first == last:  # not to be looked through again in each step
-            request.arrival.num_asked_chunks = last
-        if first < request.arrival.num_asked_chunks:  # it is missing, or its read has failed
+        if first == last:
+            arrival.all_known_at = last, self._num_failed_reads
+        if first < arrival.num_asked_chunks:  # it is missing, or its read has failed
             return last, last
         return first, min(last, first + self._max_keys)
 

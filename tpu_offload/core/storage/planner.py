@@ -17,6 +17,7 @@ keys are of another namespace (`request_table.KeySpace`), since it is not known 
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -72,6 +73,7 @@ class StoragePlanner:
         self._own_counts = TierStats(tier=tier.label)
         self._counts = context.counts
         self._index = context.index
+        self._clock = context.clock
         max_in_flight = tier.max_chunks_in_flight(context.layout, blocks_per_chunk=context.blocks_per_chunk)
         self.records = records = StoredRecords(
             context, tier, capacity=num_chunks, max_in_flight=max_in_flight, num_above=num_above
@@ -93,7 +95,7 @@ class StoragePlanner:
             tier,
             capacity=num_chunks,
             breaker=jobs.make_breaker("lookups in"),
-            is_known=neighbors.knows,
+            is_readable=neighbors.is_readable,
             add_found=self.add_found,
         )
         self._listings: dict[int, Sequence[ChunkKey] | None] = {}  # by worker, until all have started
@@ -124,6 +126,12 @@ class StoragePlanner:
             self.writes.drop_candidate(key)
             records.add(key)
 
+    def may_read(self, key: ChunkKey) -> bool:
+        """Whether a chunk is being written, or is stored and could be read now, or in the tier that would be asked."""
+        if key not in self.records.stored:
+            return key in self.records.writing
+        return self.records.is_shared or (self.reads.are_admitted and not self.reads.is_stalled(self._clock()))
+
     @property
     def has_plans(self) -> bool:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
@@ -131,6 +139,7 @@ class StoragePlanner:
 
     def plan(self, now_s: float) -> None:
         """Plans the deletions, the cascade or demotion, and the lookup of the coming step."""
+        self.records.end_rest(now_s)
         self.records.tidy(self.writes.is_coming)
         if not self.writes.must_clear:
             self.lookups.plan(now_s)
@@ -169,6 +178,7 @@ class StoragePlanner:
             self._restore([listing for listing in self._listings.values() if listing is not None])
             self._has_adopted, self._listings = True, {}
         elif listed is not None:
+            records.end_rest(math.inf)
             own = set(listed)
             for name in [name for name in records.stored if name not in own]:
                 records.forget(name)

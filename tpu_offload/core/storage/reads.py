@@ -30,8 +30,8 @@ class TierNeighbors(Protocol):
     def note_promoted(self, tier_id: int, chunks: Mapping[ChunkKey, Use]) -> None:
         """Chunks have come from a tier, for these uses; they are READY."""
 
-    def knows(self, key: ChunkKey) -> bool:
-        """Whether a chunk is resident, in any tier or on its way to one."""
+    def is_readable(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident, on its way to a tier, or in one that can be read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class StorageReads:
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._chunk_nbytes = context.blocks_per_chunk * context.layout.block_nbytes
         self.breaker = jobs.make_breaker("promotions from")
+        self._retry_s = context.config.breaker_retry_s
+        self._failed: set[ChunkKey] = set()  # records whose last read has failed
         self._reading: dict[int, _Reading] = {}  # by job in flight
         self._num_slots = 0  # of chunks that promotions in flight write
 
@@ -226,7 +228,11 @@ class StorageReads:
     # Ends.
 
     def ended(self, job: Job, bad: Container[int]) -> None:
-        """Publishes what every worker has read and removes the rest, from storage too if it failed."""
+        """Publishes what every worker has read and removes the rest, from storage too if it is damaged or gone.
+
+        What else could not be read may be intact, as while a server does not answer. It rests: requests compute it, and
+        later ones read it again. If that fails as well while others of the job can be read, it is deleted.
+        """
         names = self._records.of_slots(job.keys, job.slots)
         self._records.promoting.difference_update(names)
         self._num_slots -= self._num_chunk_slots(job.slots)
@@ -236,10 +242,12 @@ class StorageReads:
             seconds = job.copy_s or self._clock() - reading.planned_s
             self._costs.observe_promotion(self._tier_id, reading.nbytes, seconds)
         self._publish(job, {slot for i, slot in enumerate(job.slots) if i in bad}, reading.use)
-        gone = range(len(job.keys)) if job.copy_failed else job.missing
-        for i in gone:
-            if i in bad:
-                self._forget(job.keys[i], job.slots[i])
+        some_were_read = not all(i in bad for i in range(len(job.keys)))
+        for i, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
+            if i in bad and (i in job.missing or job.copy_failed):
+                self._give_up(key, slot, is_gone=i in job.missing, some_were_read=some_were_read)
+        if self._failed:
+            self._failed.difference_update(name for name in names if name in self._records.stored)
 
     def _publish(self, job: Job, bad: Set[int], use: Use | None) -> None:
         """Publishes what is in the slots of a promotion, and removes what is in bad ones."""
@@ -255,11 +263,20 @@ class StorageReads:
         if bad:
             self._mark_lost(job.writes.remove(job.held, bad, quarantine=job.state is JobState.TIMED_OUT))
 
-    def _forget(self, key: ChunkKey, slot: int) -> None:
-        """What could not be read is deleted."""
-        for name in self._records.of_slot(key, slot):
-            if name in self._records.stored:
-                self._records.forget(name)
+    def _give_up(self, key: ChunkKey, slot: int, *, is_gone: bool, some_were_read: bool) -> None:
+        """What is gone, or could not be read again, is deleted; what could not be read for the first time rests."""
+        records, failed = self._records, self._failed
+        for name in records.of_slot(key, slot):
+            if name not in records.stored:
+                continue
+            if is_gone or (some_were_read and name in failed):
+                failed.discard(name)
+                records.forget(name)
+            else:
+                if len(failed) >= records.capacity:
+                    failed.clear()  # most of them were evicted since
+                failed.add(name)
+                records.rest(name, self._clock() + self._retry_s)
 
     # State.
 

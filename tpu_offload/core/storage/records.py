@@ -39,6 +39,8 @@ class StoredRecords:
       to_delete: those to be deleted, by later jobs.
       num_deleting: those that jobs in flight delete.
       undeletable: those that could not be deleted; they take room.
+      resting: those whose last read has failed, perhaps not by their fault, and when they are stored again; the soonest
+        first.
       host_evicted: chunks that the host tier has evicted since the last plan, if the order compares; tails first, each
         with the one before it.
       is_shared: other engines use the tier too, so nothing is deleted.
@@ -78,6 +80,7 @@ class StoredRecords:
         self.to_delete: Keys = OrderedDict()
         self.num_deleting = 0
         self.undeletable: set[ChunkKey] = set()
+        self.resting: dict[ChunkKey, float] = {}
         self.is_shared = False
         self.host_evicted: dict[ChunkKey, ChunkKey] = {}
         self._ends: dict[ChunkKey, ChunkKey] = {}  # by chunk, the stored record that only a checkpoint after it needs
@@ -149,8 +152,8 @@ class StoredRecords:
                 self._order.add(name)
 
     def knows(self, name: ChunkKey) -> bool:
-        """Whether it is stored, or being written."""
-        return name in self._order.stored or name in self.writing
+        """Whether it is stored, if only again soon, or being written."""
+        return name in self._order.stored or name in self.writing or name in self.resting
 
     def has(self, names: Sequence[ChunkKey]) -> bool:
         """Whether all of these are stored."""
@@ -199,6 +202,21 @@ class StoredRecords:
         self.remove(name)
         if not self.is_shared:
             self.to_delete[name] = None
+
+    def rest(self, name: ChunkKey, until_s: float) -> None:
+        """A record could not be read: it is not stored until then, but takes room."""
+        self.remove(name)
+        if not self.is_shared:
+            self.resting[name] = until_s
+
+    def end_rest(self, now_s: float) -> None:
+        """Records that have rested until now are stored again. Amortized O(1)."""
+        while self.resting:
+            name, until_s = next(iter(self.resting.items()))
+            if until_s > now_s:
+                break
+            del self.resting[name]
+            self.add(name)
 
     @property
     def compares(self) -> bool:
@@ -256,6 +274,7 @@ class StoredRecords:
         self.host_evicted = {}
         self.to_delete.clear()
         self.undeletable.clear()
+        self.resting.clear()
         self._ends.clear()
 
     def tidy(self, is_coming: Callable[[ChunkKey], bool]) -> None:
@@ -280,7 +299,7 @@ class StoredRecords:
     def room(self) -> int:
         """Free capacity; negative while what is to be deleted is more than one worker has."""
         num_unwanted = len(self.to_delete) + self.num_deleting + len(self.undeletable)
-        return self.capacity - len(self._order.stored) - len(self.writing) - num_unwanted
+        return self.capacity - len(self._order.stored) - len(self.resting) - len(self.writing) - num_unwanted
 
     @property
     def room_in_flight(self) -> int:
@@ -300,10 +319,13 @@ class StoredRecords:
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sets agree. For tests."""
         self._order.check_invariants()
-        assert len(self.stored) + len(self.writing) <= self.capacity, "storage holds more than it may"
+        num_wanted = len(self.stored) + len(self.resting) + len(self.writing)
+        assert num_wanted <= self.capacity, "storage holds more than it may"
         stored = set(self.stored)
         assert not self.writing & stored
         assert not (self.writing | stored) & self.to_delete.keys(), "what is stored would be deleted"
-        assert self.undeletable.isdisjoint(self.writing | stored | self.to_delete.keys()), "a record counts twice"
+        wanted = self.writing | stored
+        assert self.resting.keys().isdisjoint(wanted | self.to_delete.keys()), "a record counts twice"
+        assert self.undeletable.isdisjoint(wanted | self.to_delete.keys() | self.resting.keys()), "likewise"
         assert all(name in stored and self._end_of(name) == end for end, name in self._ends.items())
         assert len(self._ends) == sum(self._has_pieces and self._end_of(name) is not None for name in self.stored)

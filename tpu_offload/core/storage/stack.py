@@ -25,7 +25,7 @@ from tpu_offload.core.storage.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
 from tpu_offload.metrics import TierStats
-from tpu_offload.types import ChunkKey, WorkerSetup
+from tpu_offload.types import ChunkKey, JobKind, WorkerSetup
 
 
 @final
@@ -311,14 +311,18 @@ class StorageStackPlanner:
             if tier.tier_id < tier_id or tier.writes.demotes:
                 tier.writes.offer(chunks)
 
-    def knows(self, key: ChunkKey) -> bool:
-        """Whether a chunk is resident, in any tier or on its way to one."""
-        return self._index.state(key) is not None or any(tier.records.knows(key) for tier in self._tiers)
+    def is_readable(self, key: ChunkKey) -> bool:
+        """Whether a chunk is resident, on its way to a tier, or in one that can be read."""
+        return self._index.state(key) is not None or any(tier.may_read(key) for tier in self._tiers)
 
     # Inside.
 
     def _ended(self, job: Job) -> None:
-        self._tiers[job.wire.tier_id].ended(job)
+        ended = self._tiers[job.wire.tier_id]
+        ended.ended(job)
+        if job.copy_failed and job.kind is JobKind.PROMOTE and not ended.records.is_shared:
+            for tier in self._tiers:  # a farther one may have the same
+                tier.lookups.look_again()
 
     def _note_evicted(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         for tier in self._demoting:

@@ -312,6 +312,7 @@ class StorageWrites:
             for name in batch.names:
                 self._records.to_delete.pop(name, None)
                 self._records.undeletable.discard(name)
+                self._records.resting.pop(name, None)
                 self._records.remove(name)  # a part of a state that has lost others
             self._records.writing.update(batch.names)
             job = self._jobs.plan(kind, batch.keys, batch.slots, self._writes, now_s=now_s)

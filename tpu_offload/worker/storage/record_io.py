@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from tpu_offload.storage import RecordFormat, StorageTier
-from tpu_offload.storage.format import PAGE_NBYTES
+from tpu_offload.storage.format import PAGE_NBYTES, RecordError
 from tpu_offload.types import ChunkKey
 from tpu_offload.values import error_line
 from tpu_offload.worker.storage.slots import Bytes, Payload, SlotPool
@@ -37,7 +37,7 @@ class StorageItem:
       payload: for a cascade, the copy of the slot, dropped once it is packed; for a promotion, what was read and
         verified.
       is_read: whether, for a promotion, the payload is what was read and verified.
-      is_missing: whether, for a promotion, the tier does not have all of its records.
+      is_missing: whether, for a promotion, the tier does not have all of its records, or one is damaged.
       error: in one line; empty if nothing failed.
       began_s: when its job was dispatched; `time.monotonic`, like the next one.
       ended_s: when its bytes had been read.
@@ -89,7 +89,7 @@ class StorageRecords:
         try:
             self._read(item)
         except BaseException as e:  # as above
-            item.error = error_line(e)
+            item.error, item.is_missing = error_line(e), isinstance(e, RecordError)
         self.done.append(item)
 
     def clear(self, item: StorageItem) -> None:
