@@ -229,6 +229,7 @@ class OffloadStats:
         "Records in the storage tiers: of a chunk one, also of a chunk of a window, of a state one or several. One "
         "that two of them have counts twice.",
     )
+    num_storage_chunks: int = _gauge("chunks", "Records that the storage tiers have room for.")
     restored_chunks: int = _counter(
         "chunks", "Records that the storage tiers had from earlier runs when the engine started."
     )
@@ -364,6 +365,9 @@ class TierStats:
 
     tier: str
     num_stored_chunks: int = _gauge("chunks", "Records in this storage tier.")
+    num_storage_chunks: int = _gauge(
+        "chunks", "Records that this storage tier has room for. Written on eviction, it keeps some of it free."
+    )
     num_open_breakers: int = _gauge(
         "breakers",
         "Kinds of copies of this storage tier (cascades, promotions, deletions, lookups) that are suspended because "

@@ -269,11 +269,13 @@ _STORAGE = Row(
     panels=(
         Panel(
             title="Records by tier",
-            help="What each storage tier holds; all: also records that two tiers have, twice.",
+            help="What each storage tier holds, and has room for; all: also records that two tiers have, twice.",
             unit=Unit.COUNT,
             queries=(
                 Query(gauge_of_tier("num_stored_chunks"), TIER),
+                Query(gauge_of_tier("num_storage_chunks"), f"room in {TIER}"),
                 Query("sum({num_stored_chunks})", "all"),
+                Query("sum({num_storage_chunks})", "room in all"),
                 Query("sum({restored_chunks})", "found at the start"),
             ),
         ),

@@ -234,6 +234,7 @@ class StoragePlanner:
         return dataclasses.replace(
             self._own_counts,
             num_stored_chunks=len(self.records.stored),
+            num_storage_chunks=self.records.capacity,
             num_open_breakers=sum(not breaker.closed for breaker in self._jobs.breakers),
         )
 
