@@ -80,6 +80,12 @@ def shown(capsys, *argv, status=0):
     }
 
 
+def test_the_last_line_ends_where_it_is_no_terminal(endpoint, capsys):
+    endpoint.texts = [text_of(as_vllm=True, looked_up_tokens=1000)]
+    assert main(["top", endpoint.address, "--count", "1"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
 def test_one_reading_has_totals(endpoint, capsys):
     endpoint.texts = [
         text_of(
