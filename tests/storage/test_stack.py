@@ -587,6 +587,35 @@ def test_what_fails_again_while_others_are_read_is_deleted():
     assert bad not in engine.workers[0].storage
 
 
+def test_failures_with_a_success_between_them_do_not_add_up():
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,), breaker_retry_s=5.0)
+    engine.turn()
+    put(engine, 0, A)
+    records, failed = tiers(engine)[0].records, engine.keys(A)[3]
+    for fails in (True, False, True):
+        chunk_index(engine.scheduler).clear()
+        engine.match("a", A)
+        engine.turn(fail=fails, failed_blocks=(3,) if fails else ())
+        assert list(records.resting) == [failed] * fails
+        engine.clock.now_s += 6.0
+        engine.turn()
+    assert stored(engine, 0) == set(engine.keys(A))
+
+
+def test_what_rests_is_not_written_again():
+    """While a server does not answer that would fail, and what it has would be deleted."""
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,))
+    engine.turn()
+    put(engine, 0, A)
+    engine.match("a", A)
+    engine.turn(fail=True)
+    assert engine.serve("a", A) == 0, "it is computed"
+    plans = engine.rest()
+    assert not any(job.chunks for plan in plans for job in plan.of(JobKind.CASCADE))
+    assert set(tiers(engine)[0].records.resting) == set(engine.keys(A))
+    assert engine.workers[0].storage.keys() == set(engine.keys(A))
+
+
 def test_a_worker_that_restarts_while_a_record_rests_has_it_still():
     engine = StorageEngine(num_host_chunks=16, sizes=(16,))
     engine.turn()
