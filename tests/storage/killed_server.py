@@ -18,8 +18,9 @@ from tests.storage.conformance import NUM_CHUNKS, SPEC, key_of, payload, read, w
 from tests.storage.objects import generation_of, root_of
 from tpu_offload.errors import TransferError
 from tpu_offload.storage.format import PAGE_NBYTES
-from tpu_offload.storage.object import ObjectTier, open_store
+from tpu_offload.storage.object import ObjectTier
 from tpu_offload.storage.object_names import name_of
+from tpu_offload.storage.object_store import open_store
 
 LONG_S = 60.0  # a generous end of what should take milliseconds
 NUM_THREADS = 3

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import obstore
 
-from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier, Store, open_store
+from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 from tpu_offload.storage.object_names import MARKER, name_of
+from tpu_offload.storage.object_store import Store, open_store
 
 LATE_S = 30.0  # a generous end for what should take less than a second
 

@@ -37,7 +37,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage import Survey, Verdict, Verification, open_inspector, sample, valkey, verify
 from tpu_offload.storage import file as file_module
 from tpu_offload.storage.format import PAGE_NBYTES, RecordFormat
-from tpu_offload.storage.object import open_store
+from tpu_offload.storage.object_store import open_store
 from tpu_offload.storage.url_options import UrlOptions
 from tpu_offload.storage.valkey import connector
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options

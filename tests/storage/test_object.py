@@ -26,7 +26,7 @@ from tests.storage.objects import (
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage import object as object_tier
-from tpu_offload.storage import object_errors, object_names
+from tpu_offload.storage import object_deletion, object_errors, object_names
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
 
@@ -213,7 +213,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path):
 
 @pytest.mark.parametrize("in_batches", [True, False])  # False: as a server that has lost an object of each
 def test_a_close_waits_for_one_call_and_the_next_start_deletes_the_rest(store_url, monkeypatch, in_batches):
-    monkeypatch.setattr(object_tier, "BATCH", 2)
+    for module in (object_tier, object_deletion):
+        monkeypatch.setattr(module, "BATCH", 2)
     with opened(store_url) as tier:
         for i in range(NUM_CHUNKS):
             write(tier, key_of(i), i)
@@ -308,7 +309,7 @@ def test_records_of_many_parts(store_url, monkeypatch):
 
 
 def test_deletion_in_batches(store_url, monkeypatch):
-    monkeypatch.setattr(object_tier, "BATCH", 3)
+    monkeypatch.setattr(object_deletion, "BATCH", 3)
     with opened(store_url) as tier:
         for i in range(8):
             write(tier, key_of(i), i)

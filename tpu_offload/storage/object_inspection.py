@@ -12,15 +12,11 @@ from obstore.exceptions import BaseError
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.inspection import Entry, Fact, Foreign, Generation, StoredRecord, StoreInspector
-from tpu_offload.storage.object import (
-    BATCH,
-    delete_objects,
-    open_store,
-    where,
-)
+from tpu_offload.storage.object_deletion import BATCH, delete_objects
 from tpu_offload.storage.object_directory import STAGING
 from tpu_offload.storage.object_errors import reason
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, new_generation
+from tpu_offload.storage.object_store import open_store, where
 
 _STREAM_NBYTES = 1 << 20
 _NO_RANGES = "non-partial response"  # in the error of servers that answer a request for a range with the whole object
