@@ -408,6 +408,41 @@ def test_a_listing_that_fails_begins_anew(store_url, monkeypatch, caplog):
         assert tier.stored_keys() == [key_of(2)]
 
 
+def keep(monkeypatch, *kept):
+    """Objects that cannot be deleted, as immutable files and those under a legal hold; returns what is asked for."""
+    delete, asked = obstore.delete, []
+
+    def refuse(store, paths):
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        asked.append(paths)
+        delete(store, [path for path in paths if path not in kept])
+        if held := [path for path in paths if path in kept]:
+            text = f"Generic S3 error: DeleteObjects request failed for key {held[0]}: Access Denied"
+            raise obstore.exceptions.GenericError(f"{text} (code: AccessDenied)\n\nDebug source: code: AccessDenied")
+
+    monkeypatch.setattr(obstore, "delete", refuse)
+    return asked
+
+
+def test_a_surplus_object_that_cannot_be_deleted_does_not_cost_what_is_stored(store_url, monkeypatch, caplog):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+        strange = [f"{root_of(tier)}/{generation_of(tier)}/{i}" for i in range(3)]
+        for path in strange:
+            obstore.put(store_of(tier), path, b"x")
+    with opened(store_url) as tier:
+        with monkeypatch.context() as patch:
+            keep(patch, strange[1])
+            assert tier.stored_keys() == [key_of(1)]
+        (warning,) = caplog.messages
+        assert "surplus objects cannot be deleted (" in warning
+        assert "Access Denied" in warning
+        assert read(tier, key_of(1)) == payload(1)
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(1)]
+        assert names(tier) == sorted([marker_of(tier), object_of(tier, key_of(1))]), "the next start has tried again"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
 def test_a_directory_that_is_read_only(tmp_path):
     tmp_path.chmod(0o500)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import pathlib
 import stat
 import threading
 
@@ -145,6 +146,28 @@ def test_a_full_disk_does_not_keep_an_engine_from_what_is_there(tmp_path, monkey
         tier.clear()
         write(tier, key_of(3), 3)
         assert read(tier, key_of(3)) == payload(3)
+
+
+def test_files_of_a_killed_writer_that_cannot_be_removed_do_not_cost_what_is_stored(tmp_path, monkeypatch, caplog):
+    with contextlib.closing(opened(tmp_path)) as tier:
+        write(tier, key_of(1), 1)
+    halves = [tmp_path / root_of(tier) / f"generation#{i}" for i in range(3)]
+    for half in halves:
+        half.write_bytes(b"half")
+    unlink = pathlib.Path.unlink
+
+    def fail(path, **options):
+        if path == halves[1]:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, **options)
+
+    with contextlib.closing(opened(tmp_path)) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, "unlink", fail)
+            assert tier.stored_keys() == [key_of(1)]
+        assert [half.exists() for half in halves] == [False, True, False]
+        assert "files of a killed writer cannot be deleted (PermissionError: " in caplog.text
+        assert read(tier, key_of(1)) == payload(1)
 
 
 def opened(directory):

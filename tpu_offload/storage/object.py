@@ -38,6 +38,7 @@ _logger = logging.getLogger(__name__)
 
 _STREAM_NBYTES = 1 << 20
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
+_OF_BEFORE = "objects of earlier generations"
 _FULL = "No space left"  # on a directory's disk
 
 
@@ -169,17 +170,18 @@ class ObjectTier(StorageTier):
     def stored_keys(self) -> Sequence[bytes]:
         """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.
 
-        A store that does not answer has none, and a new generation begins.
+        What cannot be deleted stays until the next start. A store that does not answer has no keys, and a new
+        generation begins.
         """
         if not self._is_published:
             return ()
         try:
             kept, surplus, others = self._listing()
-            delete_objects(self._store, surplus)
         except (BaseError, OSError) as e:
             _logger.warning("storage tier: %s cannot be listed (%s); it starts empty", where(self._store), reason(e))
             self._renew()
             return ()
+        self._delete_surplus(surplus)
         self._sweep(others)
         return kept
 
@@ -210,7 +212,6 @@ class ObjectTier(StorageTier):
         prefix = f"{self._root}/{self._generation}/"
         found, surplus, others = [], [], set()
         if self._directory is not None:
-            remove_staging_files(self._directory / self._root)
             others |= directories_of(self._directory / self._root)  # also those without files
         for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=BATCH)):
             path = entry["path"]
@@ -226,6 +227,18 @@ class ObjectTier(StorageTier):
         first = max(0, len(found) - self.spec.num_chunks)
         surplus += [self._name(key) for _, key in found[:first]]
         return [key for _, key in found[first:]], surplus, others - {MARKER, self._generation}
+
+    def _delete_surplus(self, names: Sequence[str]) -> None:
+        """Deletes what the start has no use for: the keys that it has found count all the same."""
+        try:
+            if self._directory is not None:
+                remove_staging_files(self._directory / self._root)
+        except OSError as e:
+            self._warn_of_leftovers("files of a killed writer", e)
+        try:
+            delete_objects(self._store, names)
+        except OSError as e:
+            self._warn_of_leftovers(f"some of {len(names)} surplus objects", e)
 
     def _renew(self) -> None:
         """Begins a new generation, which `_publish` makes durable."""
@@ -273,7 +286,7 @@ class ObjectTier(StorageTier):
         except RuntimeError as e:  # no thread is left; the new generation counts all the same
             with self._lock:
                 self._earlier.update(old)  # the next `clear` tries again, too
-            self._warn_of_leftovers(e)
+            self._warn_of_leftovers(_OF_BEFORE, e)
             return
         with self._lock:
             self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
@@ -293,11 +306,12 @@ class ObjectTier(StorageTier):
         except (BaseError, OSError) as e:
             with self._lock:
                 self._earlier.update(generations)  # the next `clear` tries again, too
-            self._warn_of_leftovers(e)
+            self._warn_of_leftovers(_OF_BEFORE, e)
 
-    def _warn_of_leftovers(self, error: Exception) -> None:
+    def _warn_of_leftovers(self, what: str, error: Exception) -> None:
         _logger.warning(
-            "storage tier: %s: objects of earlier generations cannot be deleted (%s); the next start tries again",
+            "storage tier: %s: %s cannot be deleted (%s); the next start tries again",
             where(self._store),
+            what,
             reason(error),
         )

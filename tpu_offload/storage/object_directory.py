@@ -16,11 +16,21 @@ def directories_of(root: Path) -> set[str]:
 
 
 def remove_staging_files(root: Path) -> None:
-    """Removes files whose writer was killed. obstore does not list them."""
+    """Removes files whose writer was killed. obstore does not list them.
+
+    Raises:
+      OSError: the first of those that could not be removed.
+    """
+    errors: list[OSError] = []
     for directory, _, names in os.walk(root):
         for name in names:
-            if STAGING.search(name):
-                Path(directory, name).unlink(missing_ok=True)
+            try:
+                if STAGING.search(name):
+                    Path(directory, name).unlink(missing_ok=True)
+            except OSError as e:
+                errors.append(e)
+    if errors:
+        raise errors[0]
 
 
 def remove_tree(root: Path, stop: threading.Event) -> None:
