@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tpu_offload.storage import StorageSpec, StorageTier
+from tpu_offload.storage import StorageSpec, StorageTier, UndeletedError
 
 NAME = f"{__name__}:MemoryTier"
 FAULTY = f"{__name__}:FaultyTier"
@@ -46,6 +46,7 @@ class FaultyTier(MemoryTier):
       failing: calls that raise: "write", "read", "delete", "clear", "close", of a shared tier also "find".
       error: what they raise.
       damage: what a read does to the bytes after it has filled them.
+      kept: keys that cannot be deleted.
       gates: by call, an event that it waits for before it does anything.
       began: set when a call begins to wait at its gate.
       threads: names of the threads that have called.
@@ -56,6 +57,7 @@ class FaultyTier(MemoryTier):
         self.failing: set[str] = set()
         self.error: BaseException = OSError("injected")
         self.damage = ""
+        self.kept: set[bytes] = set()
         self.gates: dict[str, threading.Event] = {}
         self.began = threading.Event()
         self.threads: set[str] = set()
@@ -87,7 +89,9 @@ class FaultyTier(MemoryTier):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._enter("delete")
-        super().delete(keys)
+        super().delete([key for key in keys if key not in self.kept])
+        if kept := self.kept.intersection(keys):
+            raise UndeletedError("held", kept)
 
     def clear(self) -> None:
         self._enter("clear")

@@ -25,8 +25,8 @@ from tests.storage.objects import (
 )
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
+from tpu_offload.storage import UndeletedError, object_deletion, object_errors, object_names
 from tpu_offload.storage import object as object_tier
-from tpu_offload.storage import object_deletion, object_errors, object_names
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
 
@@ -417,11 +417,94 @@ def keep(monkeypatch, *kept):
         asked.append(paths)
         delete(store, [path for path in paths if path not in kept])
         if held := [path for path in paths if path in kept]:
-            text = f"Generic S3 error: DeleteObjects request failed for key {held[0]}: Access Denied"
-            raise obstore.exceptions.GenericError(f"{text} (code: AccessDenied)\n\nDebug source: code: AccessDenied")
+            text = f"Generic S3 error: DeleteObjects request failed for key {held[0]}"
+            raise obstore.exceptions.GenericError(f'{text}\n\nDebug source: message: "Access Denied"')
 
     monkeypatch.setattr(obstore, "delete", refuse)
     return asked
+
+
+def test_an_object_that_cannot_be_deleted_does_not_keep_the_others(store_url, monkeypatch):
+    monkeypatch.setattr(object_deletion, "BATCH", 3)
+    keys = [key_of(i) for i in range(7)]
+    with opened(store_url) as tier:
+        for i, key in enumerate(keys):
+            write(tier, key, i)
+        held = [object_of(tier, key_of(i)) for i in (1, 5)]
+        with monkeypatch.context() as patch:
+            keep(patch, *held)
+            with pytest.raises(UndeletedError, match="Access Denied") as caught:
+                tier.delete(keys)
+            assert caught.value.keys == {key_of(1), key_of(5)}
+            assert names(tier) == sorted([marker_of(tier), *held])
+        tier.delete(keys)
+        assert names(tier) == [marker_of(tier)]
+
+
+OUTAGE = obstore.exceptions.GenericError("HTTP error\n\nDebug source: kind: Timeout")
+DENIED = obstore.exceptions.PermissionDeniedError("<Code>AccessDenied</Code>")
+
+
+@pytest.mark.parametrize("error", [OUTAGE, obstore.exceptions.UnauthenticatedError("x"), DENIED])
+def test_a_store_that_fails_whatever_is_deleted_is_asked_once(store_url, monkeypatch, error):
+    asked, keys = [], [key_of(i) for i in range(5)]
+
+    def fail(store, paths):
+        asked.append(paths)
+        raise error
+
+    with opened(store_url) as tier:
+        monkeypatch.setattr(obstore, "delete", fail)
+        with pytest.raises(UndeletedError) as caught:
+            tier.delete(keys)
+        assert caught.value.keys == set(keys)
+        may_be_of_one_object = error is DENIED and directory_of(tier) is not None
+        assert len(asked) == (len(keys) if may_be_of_one_object else 1)
+
+
+def test_an_outage_in_the_middle_leaves_what_was_not_deleted_before(tmp_path, monkeypatch):
+    delete, num_calls, keys = obstore.delete, itertools.count(), [key_of(i) for i in range(5)]
+
+    def fail(store, paths):
+        if next(num_calls) == 2:
+            raise OUTAGE
+        delete(store, paths)
+
+    with opened(f"file://{tmp_path}") as tier:
+        for i, key in enumerate(keys):
+            write(tier, key, i)
+        monkeypatch.setattr(obstore, "delete", fail)
+        with pytest.raises(UndeletedError, match="Timeout") as caught:
+            tier.delete(keys)
+        assert caught.value.keys == set(keys[2:])
+        assert len(names(tier)) == 1 + 3
+
+
+def test_an_earlier_object_that_cannot_be_deleted_does_not_keep_the_others(store_url, monkeypatch, caplog):
+    """Of its own batch, of the batches after it, and of other generations."""
+    for module in (object_tier, object_deletion):
+        monkeypatch.setattr(module, "BATCH", 2)
+    with opened(store_url) as tier:
+        for i in range(6):
+            write(tier, key_of(i), i)
+        before = f"{root_of(tier)}/{generation_of(tier)}"
+        held, *_ = sorted(name for name in names(tier) if name.startswith(before))
+        obstore.put(store_of(tier), f"{root_of(tier)}/ffffffffffffffff/ab/cd.kv", b"x")
+    unlink = os.unlink
+
+    def refuse(path):
+        if str(path).endswith(held):
+            raise PermissionError(path)
+        unlink(path)
+
+    with monkeypatch.context() as patch, opened(store_url) as tier:
+        keep(patch, held)
+        patch.setattr(os, "unlink", refuse)
+        patch.setattr(tier, "_generation", "eeeeeeeeeeeeeeee")
+        tier.stored_keys()
+        wait_until_swept()
+        assert names(tier) == sorted([marker_of(tier), held])
+        assert "objects of earlier generations cannot be deleted" in caplog.text
 
 
 def test_a_surplus_object_that_cannot_be_deleted_does_not_cost_what_is_stored(store_url, monkeypatch, caplog):
@@ -435,7 +518,7 @@ def test_a_surplus_object_that_cannot_be_deleted_does_not_cost_what_is_stored(st
             keep(patch, strange[1])
             assert tier.stored_keys() == [key_of(1)]
         (warning,) = caplog.messages
-        assert "surplus objects cannot be deleted (" in warning
+        assert "1 of 3 surplus objects cannot be deleted (" in warning
         assert "Access Denied" in warning
         assert read(tier, key_of(1)) == payload(1)
     with opened(store_url) as tier:

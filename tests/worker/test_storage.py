@@ -32,6 +32,7 @@ from tpu_offload.errors import CompileError, ConfigError
 from tpu_offload.kernels import DirectCopier, SlotCopier, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostArena
+from tpu_offload.storage import UndeletedError
 from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, swapping, tier_pools
 from tpu_offload.worker.storage import record_io
@@ -374,6 +375,31 @@ def test_a_call_that_raises_fails_its_chunks_and_no_others(call, error):
     engine.expect_promoted(again)
     assert engine.done(again).state is FINISHED
     engine.check()
+
+
+def test_what_a_deletion_leaves_has_failed_and_no_more():
+    """The keys are divided among threads, and each thread has several."""
+    engine = StorageEngine()
+    engine.disk.kept = {key_of(1), key_of(4)}
+    delete = engine.delete(*range(100))
+    engine.step(saves=[delete])
+    result = engine.done(delete)
+    assert (result.state, result.failed_blocks) == (FAILED, (1, 4))
+    assert result.error == "2 of 100: UndeletedError: held"
+    engine.disk.kept = set()
+    delete = engine.delete(1, 4)
+    engine.step(saves=[delete])
+    assert engine.done(delete).state is FINISHED
+
+
+@pytest.mark.parametrize("named", [(), [key_of(9)]])
+def test_a_deletion_that_names_no_key_of_its_call_has_failed_as_a_whole(named):
+    engine = StorageEngine()
+    engine.disk.failing, engine.disk.error = {"delete"}, UndeletedError("held", named)
+    delete = engine.delete(1, 2)
+    engine.step(saves=[delete])
+    result = engine.done(delete)
+    assert (result.state, result.failed_blocks) == (FAILED, ())
 
 
 @pytest.mark.parametrize("damage", ["one bit", "short", "another chunk"])

@@ -311,7 +311,7 @@ def test_a_state_with_a_damaged_record_fails_and_the_slot_stays(number, damage):
     host = engine.host()
     result = engine.run(engine.promote((chunk(1), 0), (state(1), engine.state(1))), FAILED)
     assert (result.failed_blocks, result.missing_chunks) == ((1,), (1,)), "it is deleted"
-    assert result.error.startswith("RecordError: storage returned ")
+    assert result.error.startswith("1 of 2: RecordError: storage returned ")
     engine.expect(host, stored, (0, 0))
 
 

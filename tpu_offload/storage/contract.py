@@ -6,7 +6,7 @@ detect corruption: the reader verifies each record (`storage.format`), and lost 
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, final
 
 from tpu_offload.errors import ConfigError
@@ -36,6 +36,20 @@ class StorageSpec:
     worker_id: int
     fingerprint: str
     options: str
+
+
+@final
+class UndeletedError(OSError):
+    """A call of `StorageTier.delete` has deleted only some of its keys.
+
+    Args:
+      why: what went wrong, for a log line.
+      keys: those that may still be stored; all others of the call are not.
+    """
+
+    def __init__(self, why: str, keys: Iterable[bytes]) -> None:
+        super().__init__(why)
+        self.keys = frozenset(keys)
 
 
 class StorageTier(abc.ABC):
@@ -102,10 +116,11 @@ class StorageTier(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes keys; unknown ones are ignored.
+        """Deletes keys; unknown ones are ignored. One that cannot be deleted does not keep the others.
 
         Raises:
-          OSError: some of them may still be stored.
+          UndeletedError: its keys may still be stored, and are deleted again; the others are not stored.
+          OSError: any of them may still be stored.
         """
 
     def stored_keys(self) -> Sequence[bytes]:

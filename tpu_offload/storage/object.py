@@ -25,9 +25,9 @@ from obstore.exceptions import BaseError
 from obstore.store import MemoryStore
 
 from tpu_offload.errors import ConfigError
-from tpu_offload.storage.contract import StorageSpec, StorageTier
+from tpu_offload.storage.contract import StorageSpec, StorageTier, UndeletedError
 from tpu_offload.storage.inspection import StoreInspector
-from tpu_offload.storage.object_deletion import BATCH, delete_objects
+from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
 from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
 from tpu_offload.storage.object_errors import may_answer_later, reason
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation
@@ -165,7 +165,11 @@ class ObjectTier(StorageTier):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
-        delete_objects(self._store, [self._name(key) for key in keys])
+        keys_by_name = {self._name(key): key for key in keys}
+        try:
+            delete_objects(self._store, list(keys_by_name))
+        except LeftObjectsError as e:
+            raise UndeletedError(str(e), [keys_by_name[name] for name in e.names]) from e
 
     def stored_keys(self) -> Sequence[bytes]:
         """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.
@@ -237,8 +241,8 @@ class ObjectTier(StorageTier):
             self._warn_of_leftovers("files of a killed writer", e)
         try:
             delete_objects(self._store, names)
-        except OSError as e:
-            self._warn_of_leftovers(f"some of {len(names)} surplus objects", e)
+        except LeftObjectsError as e:
+            self._warn_of_leftovers(f"{len(e.names)} of {len(names)} surplus objects", e)
 
     def _renew(self) -> None:
         """Begins a new generation, which `_publish` makes durable."""
@@ -292,23 +296,36 @@ class ObjectTier(StorageTier):
             self._sweepers = [*(thread for thread in self._sweepers if thread.is_alive()), sweeper]
 
     def _run_sweep(self, generations: Sequence[str]) -> None:
-        try:
-            for generation in generations:
-                if self._stop.is_set():
-                    return
-                root = f"{self._root}/{generation}"
-                if self._directory is not None:
-                    remove_tree(self._directory / root, self._stop)
-                    continue
-                pages = iter(obstore.list(self._store, root, chunk_size=BATCH))
-                while not self._stop.is_set() and (entries := next(pages, None)) is not None:
-                    delete_objects(self._store, [entry["path"] for entry in entries], self._stop)
-        except (BaseError, OSError) as e:
+        left: dict[str, BaseException] = {}
+        for generation in generations:
+            try:
+                self._remove(generation)
+            except (BaseError, OSError) as e:
+                left[generation] = e
+        if left:
             with self._lock:
-                self._earlier.update(generations)  # the next `clear` tries again, too
-            self._warn_of_leftovers(_OF_BEFORE, e)
+                self._earlier.update(left)  # the next `clear` tries again, too
+            self._warn_of_leftovers(_OF_BEFORE, next(iter(left.values())))
 
-    def _warn_of_leftovers(self, what: str, error: Exception) -> None:
+    def _remove(self, generation: str) -> None:
+        """Deletes all of a generation that can be deleted."""
+        if self._stop.is_set():
+            return
+        root = f"{self._root}/{generation}"
+        if self._directory is not None:
+            remove_tree(self._directory / root, self._stop)
+            return
+        error: LeftObjectsError | None = None
+        pages = iter(obstore.list(self._store, root, chunk_size=BATCH))
+        while not self._stop.is_set() and (entries := next(pages, None)) is not None:
+            try:
+                delete_objects(self._store, [entry["path"] for entry in entries], self._stop)
+            except LeftObjectsError as e:
+                error = e
+        if error is not None:
+            raise error
+
+    def _warn_of_leftovers(self, what: str, error: BaseException) -> None:
         _logger.warning(
             "storage tier: %s: %s cannot be deleted (%s); the next start tries again",
             where(self._store),

@@ -2,49 +2,73 @@
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Sequence
+from typing import final
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import MemoryStore, S3Store
 
-from tpu_offload.storage.object_errors import reason
+from tpu_offload.storage.object_errors import is_outage, reason
 from tpu_offload.storage.object_store import Store
 
 BATCH = 1000
 
 
+@final
+class LeftObjectsError(OSError):
+    """Some objects could not be deleted.
+
+    Args:
+      why: what went wrong first.
+      names: of those that may still be stored.
+    """
+
+    def __init__(self, why: str, names: Sequence[str]) -> None:
+        super().__init__(why)
+        self.names = tuple(names)
+
+
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
     """Deletes objects; those that are missing are ignored.
+
+    All are tried, until an error concerns more than its object: a store that is down is not asked again.
 
     Args:
       store: that has them.
       names: of the objects.
       stop: once it is set no further call of the store begins.
     Raises:
-      OSError: some of them may still be stored.
+      LeftObjectsError: some of them may still be stored.
     """
     stop = stop or threading.Event()
-    for batch in itertools.batched(names, BATCH):
-        if stop.is_set():
-            return
+    left: list[str] = []
+    first_error: BaseException | None = None
+    # Other stores have no batches: obstore would send a request for each object, and end at the first that is missing.
+    calls = deque(itertools.batched(names, BATCH if isinstance(store, (S3Store, MemoryStore)) else 1))
+    while calls and not stop.is_set():
+        batch = calls.popleft()
         try:
-            if not isinstance(store, (S3Store, MemoryStore)):
-                raise FileNotFoundError  # some may be missing, and a batch ends at the first of them
-            obstore.delete(store, batch)
-        except FileNotFoundError:
-            _delete_one_by_one(store, batch, stop)
+            obstore.delete(store, batch if len(batch) > 1 else batch[0])
         except (BaseError, OSError) as e:
-            raise OSError(reason(e)) from e
+            concerns_all = _concerns_all(e, batch)
+            if len(batch) > 1 and not concerns_all:  # the error names one object, and there may be others
+                calls.extendleft((name,) for name in reversed(batch))
+                continue
+            if isinstance(e, FileNotFoundError):
+                continue
+            first_error = first_error or e
+            left += batch
+            if concerns_all:
+                left += itertools.chain.from_iterable(calls)
+                break
+    if first_error is not None:
+        raise LeftObjectsError(reason(first_error), left) from first_error
 
 
-def _delete_one_by_one(store: Store, names: Sequence[str], stop: threading.Event) -> None:
-    for name in names:
-        if stop.is_set():
-            return
-        try:
-            obstore.delete(store, name)
-        except FileNotFoundError:
-            pass
-        except (BaseError, OSError) as e:
-            raise OSError(reason(e)) from e
+def _concerns_all(error: BaseException, batch: Sequence[str]) -> bool:
+    """Whether those of other objects would fail, too. One alone may be denied because its object is under a hold."""
+    if isinstance(error, PermissionDeniedError):
+        return len(batch) > 1
+    return is_outage(error) or isinstance(error, UnauthenticatedError)

@@ -10,10 +10,16 @@ _OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\
 _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
+def is_outage(error: BaseException) -> bool:
+    """Whether the store cannot be reached or has failed, whatever it was asked for."""
+    text = str(error)
+    return any(sign in text for sign in _UNREACHABLE)
+
+
 def may_answer_later(error: BaseException) -> bool:
     """Whether the store is not there now, but may be later."""
     text = str(error)
-    return any(sign in text for sign in _UNREACHABLE) and not any(s in text for s in _REFUSED + _METADATA_SERVERS)
+    return is_outage(error) and not any(s in text for s in _REFUSED + _METADATA_SERVERS)
 
 
 def reason(error: BaseException) -> str:

@@ -195,10 +195,12 @@ class WorkerJobs:
     def _end(self, job_id: int, job: _Job) -> None:
         del self._jobs[job_id]
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
+        positions = job.failed_positions() if job.error else ()
+        if positions and job.of_storage:
+            job.error = f"{len(positions)} of {len(job.parts[0].block_ids)}: {job.error}"
         if job.error:
             what = "storage" if job.of_storage else "into HBM" if job.writes_caches else "out of HBM"
             _logger.warning("job %d (%s) failed: %s", job_id, what, job.error)
-        positions = job.failed_positions() if job.error else ()
         seconds = self._clock() - job.started_s
         self._results.append(
             JobResult(

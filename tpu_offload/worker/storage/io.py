@@ -270,7 +270,8 @@ class StorageCopies:
     def _end(self, item: StorageItem, error: str = "") -> None:
         self._num_records -= item.num_records
         item.payload = None
-        self._jobs.drop_ref([item.job_id], error, failed=[(0, position) for position in item.positions])
+        failed = item.failed or item.positions
+        self._jobs.drop_ref([item.job_id], error, failed=[(0, position) for position in failed])
 
     def _cut(self, item: StorageItem) -> bool:
         """Dispatches the copy of a slot; False if that failed and the item has ended."""

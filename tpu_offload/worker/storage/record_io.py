@@ -13,7 +13,7 @@ from typing import final
 
 import numpy as np
 
-from tpu_offload.storage import RecordFormat, StorageTier
+from tpu_offload.storage import RecordFormat, StorageTier, UndeletedError
 from tpu_offload.storage.format import PAGE_NBYTES, RecordError
 from tpu_offload.types import ChunkKey
 from tpu_offload.values import error_line
@@ -39,6 +39,7 @@ class StorageItem:
       is_read: whether, for a promotion, the payload is what was read and verified.
       is_missing: whether, for a promotion, the tier does not have all of its records, or one is damaged.
       error: in one line; empty if nothing failed.
+      failed: positions that the error concerns; empty for all.
       began_s: when its job was dispatched; `time.monotonic`, like the next one.
       ended_s: when its bytes had been read.
     """
@@ -52,6 +53,7 @@ class StorageItem:
     is_read: bool = False
     is_missing: bool = False
     error: str = ""
+    failed: tuple[int, ...] = ()
     began_s: float = dataclasses.field(default_factory=time.monotonic)
     ended_s: float = 0.0
 
@@ -104,6 +106,10 @@ class StorageRecords:
         """Deletes keys."""
         try:
             self.tier.delete(item.keys)
+        except UndeletedError as e:
+            item.error = error_line(e)
+            places = zip(item.positions, item.keys, strict=True)
+            item.failed = tuple(position for position, key in places if key in e.keys)
         except BaseException as e:  # as above
             item.error = error_line(e)
         self.done.append(item)
