@@ -550,6 +550,69 @@ def test_objects_that_can_be_written_and_not_read(shared_server):
     assert "PermissionDenied" in refused(s3_url(shared_server, "write-only", "&anonymous=1"))
 
 
+def fail_to_delete(monkeypatch, error):
+    def fail(store, paths):
+        raise error
+
+    monkeypatch.setattr(obstore, "delete", fail)
+
+
+HELD = obstore.exceptions.GenericError('DeleteObjects request failed\n\nDebug source: message: "Access Denied"')
+
+
+@pytest.mark.parametrize("error", [DENIED, HELD])
+def test_objects_that_can_be_written_and_not_deleted(store_url, monkeypatch, error):
+    """The tier started, and once it was full it took no more writes."""
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+    fail_to_delete(monkeypatch, error)
+    expected = "what it stores cannot be deleted: "
+    assert expected in refused(store_url)
+    assert expected in refused(store_url.replace("pre/fix", "new").replace("a%20directory", "new"))
+
+
+def test_a_start_leaves_no_object_of_its_own(store_url, monkeypatch):
+    """And tries deletions on one that no other start knows."""
+    put, written = obstore.put, []
+
+    def noted(store, path, *args, **options):
+        written.append(path)
+        return put(store, path, *args, **options)
+
+    monkeypatch.setattr(obstore, "put", noted)
+    for _ in range(2):
+        with opened(store_url) as tier:
+            assert names(tier) == [marker_of(tier)]
+    (one, another) = [path for path in written if path != marker_of(tier)]
+    assert one != another
+
+
+def test_a_start_goes_on_if_another_has_deleted_its_object(store_url, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        fail_to_delete(patch, FileNotFoundError("gone"))
+        with opened(store_url) as tier:
+            write(tier, key_of(1), 1)
+            assert len(names(tier)) == 3
+    assert not caplog.messages
+    with opened(store_url) as tier:
+        assert tier.stored_keys() == [key_of(1)]
+        wait_until_swept()
+        assert len(names(tier)) == 2, "as after a start that was killed"
+
+
+def test_a_start_whose_deletion_has_no_answer_starts_empty(store_url, monkeypatch, caplog):
+    with opened(store_url) as tier:
+        write(tier, key_of(1), 1)
+    with monkeypatch.context() as patch:
+        fail_to_delete(patch, OUTAGE)
+        tier = ObjectTier(dataclasses.replace(SPEC, options=store_url))
+    assert "does not answer (GenericError: Timeout); it starts empty" in caplog.text
+    assert not tier.stored_keys()
+    write(tier, key_of(2), 2)
+    assert read(tier, key_of(2)) == payload(2)
+    tier.close()
+
+
 def test_no_credentials(shared_server, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -30,7 +30,7 @@ from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
 from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
 from tpu_offload.storage.object_errors import may_answer_later, reason
-from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation
+from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation, new_probe
 from tpu_offload.storage.object_store import open_store, where
 from tpu_offload.storage.url_options import SETTING
 
@@ -52,7 +52,7 @@ class ObjectTier(StorageTier):
     Args:
       spec: `options` is a URL, see the module.
     Raises:
-      ConfigError: the options are wrong, or the store refuses the bucket, the credentials or a write.
+      ConfigError: the options are wrong, or the store refuses the bucket, the credentials, a write or a deletion.
     """
 
     @classmethod
@@ -81,17 +81,31 @@ class ObjectTier(StorageTier):
         try:
             is_new = not self._adopt()
             try:
-                self._publish()  # also what is there already, only to find that writes are refused
-            except OSError as e:
+                self._publish()  # also what is there already: writes may be refused, and it gets no older than records
+                if is_new:
+                    self._adopt()  # only to find that reads are refused
+                self._check_deletion()
+            except (BaseError, OSError) as e:
                 if is_new or _FULL not in str(e):
                     raise
                 self._is_published = True  # it was before
                 _logger.warning("storage tier: %s is full (%s); what it has is found", where(self._store), reason(e))
-            if is_new:
-                self._adopt()  # likewise, reads
         except (BaseError, OSError) as e:
             self._check_unreachable(e.__cause__ or e)
             self._generation, self._is_published = new_generation(), False
+
+    def _check_deletion(self) -> None:
+        """Deletes an object that no other process knows. A tier that may not would take no writes once it is full."""
+        probe = f"{self._root}/{new_probe()}"
+        obstore.put(self._store, probe, b"probe", use_multipart=False)
+        try:
+            obstore.delete(self._store, probe)
+        except FileNotFoundError:  # somebody else has deleted it
+            pass
+        except (BaseError, OSError) as e:
+            if may_answer_later(e):
+                raise
+            raise self._refused(e, "what it stores cannot be deleted: ") from None
 
     def _adopt(self) -> bool:
         found = self._named()
@@ -127,9 +141,9 @@ class ObjectTier(StorageTier):
             reason(error),
         )
 
-    def _refused(self, error: BaseException) -> ConfigError:
+    def _refused(self, error: BaseException, what: str = "") -> ConfigError:
         expected = "" if self._directory is None else "; expected a directory where this process may read and write all"
-        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {reason(error)}{expected}")
+        return ConfigError(f"{SETTING}: {where(self._store)} cannot be used: {what}{reason(error)}{expected}")
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
@@ -219,9 +233,11 @@ class ObjectTier(StorageTier):
             others |= directories_of(self._directory / self._root)  # also those without files
         for entry in itertools.chain.from_iterable(obstore.list(self._store, self._root, chunk_size=BATCH)):
             path = entry["path"]
-            generation = path.removeprefix(f"{self._root}/").split("/")[0]
+            generation, *names = path.removeprefix(f"{self._root}/").split("/")
             key = key_of(path.removeprefix(prefix))
-            if generation != self._generation:
+            if path == self._marker:
+                continue
+            if names and generation != self._generation:
                 others.add(generation)
             elif key is None or entry["size"] != self.spec.record_nbytes:
                 surplus.append(path)
@@ -230,7 +246,7 @@ class ObjectTier(StorageTier):
         found.sort()
         first = max(0, len(found) - self.spec.num_chunks)
         surplus += [self._name(key) for _, key in found[:first]]
-        return [key for _, key in found[first:]], surplus, others - {MARKER, self._generation}
+        return [key for _, key in found[first:]], surplus, others - {self._generation}
 
     def _delete_surplus(self, names: Sequence[str]) -> None:
         """Deletes what the start has no use for: the keys that it has found count all the same."""

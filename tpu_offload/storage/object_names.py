@@ -14,6 +14,11 @@ def new_generation() -> str:
     return secrets.token_hex(8)
 
 
+def new_probe() -> str:
+    """The name of an object that a start writes and deletes. The next start deletes what a killed one has left."""
+    return f"probe-{secrets.token_hex(8)}"
+
+
 def name_of(key: bytes) -> str:
     """The name of a key's object, below its generation."""
     digits = key.hex()
