@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import pathlib
+import shutil
 import stat
 import threading
 
@@ -206,6 +207,34 @@ def test_a_new_directory_is_for_its_user_only(tmp_path, usual_umask):
     tier.close()
     assert mode_of(tmp_path / "parent") == 0o755
     assert mode_of(tmp_path / "parent" / "new") == 0o700
+
+
+@pytest.mark.parametrize("begins_with", ["a write", "a read", "a clear"])
+def test_a_directory_that_is_deleted_is_made_again_for_its_user_only(tmp_path, usual_umask, begins_with):
+    """obstore made it with the umask's mode, and its files are for whoever may reach them."""
+    directory = tmp_path / "new"
+    with contextlib.closing(opened(directory)) as tier:
+        write(tier, key_of(1), 1)
+        shutil.rmtree(directory)
+        if begins_with == "a read":
+            with pytest.raises(KeyError):
+                read(tier, key_of(1))
+        elif begins_with == "a clear":
+            tier.clear()
+            assert mode_of(directory) == 0o700
+        write(tier, key_of(2), 2)
+        assert mode_of(directory) == 0o700
+    with contextlib.closing(opened(directory)) as tier:
+        assert tier.stored_keys() == [key_of(2)], "the generation is named again, too"
+
+
+def test_a_directory_that_cannot_be_made_again_is_a_failed_write(tmp_path):
+    directory = tmp_path / "parent" / "new"
+    with contextlib.closing(opened(directory)) as tier:
+        shutil.rmtree(directory.parent)
+        directory.parent.write_text("a file")
+        with pytest.raises(OSError, match="parent"):
+            write(tier, key_of(1), 1)
 
 
 def test_a_directory_that_was_there_keeps_its_mode(tmp_path, usual_umask):

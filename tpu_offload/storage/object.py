@@ -28,7 +28,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier, UndeletedError
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
-from tpu_offload.storage.object_directory import directories_of, remove_staging_files, remove_tree
+from tpu_offload.storage.object_directory import directories_of, make_directory, remove_staging_files, remove_tree
 from tpu_offload.storage.object_errors import may_answer_later, reason
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation, new_probe
 from tpu_offload.storage.object_store import open_store, where
@@ -147,6 +147,7 @@ class ObjectTier(StorageTier):
 
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
+        self._make_directory()
         self._check_named()
         self._publish()
         # In memory it would keep the caller's memory as the object.
@@ -285,11 +286,17 @@ class ObjectTier(StorageTier):
         if before != after:  # what was written meanwhile under the earlier name is never read again
             self._sweep([before])
 
+    def _make_directory(self) -> None:
+        """Of a tier in a directory, which may have been deleted with all that it had."""
+        if self._directory is not None and make_directory(self._directory):
+            self._is_doubtful = True
+
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
         with self._lock:
             if self._is_published:
                 return
+            self._make_directory()
             try:
                 obstore.put(self._store, self._marker, self._generation.encode(), use_multipart=False)
             except (BaseError, OSError) as e:

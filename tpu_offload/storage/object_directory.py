@@ -9,6 +9,23 @@ from pathlib import Path
 STAGING = re.compile(r"#\d+$")  # of `LocalStore`, for files that are being written
 
 
+def make_directory(path: Path) -> bool:
+    """Makes the directory of a tier, for its user only, unless it is there; returns whether it was missing.
+
+    obstore would make it with the mode that the umask gives, and its files are for whoever may reach them.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return False
+    return True
+
+
 def directories_of(root: Path) -> set[str]:
     """The names of the directories in a directory, without symbolic links. obstore lists no directory without files."""
     _, names, _ = next(os.walk(root), ("", [], []))

@@ -9,6 +9,7 @@ from obstore.exceptions import BaseError
 from obstore.store import GCSStore, LocalStore, MemoryStore, S3Store
 
 from tpu_offload.errors import ConfigError
+from tpu_offload.storage.object_directory import make_directory
 from tpu_offload.storage.object_errors import reason
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.values import one_line
@@ -97,7 +98,7 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
         )
     try:
         if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # obstore's files have what the umask gives
+            make_directory(path)
         return LocalStore(path), path
     except (BaseError, OSError, ValueError) as e:
         raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
