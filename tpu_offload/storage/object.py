@@ -17,6 +17,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import final
 
 import numpy as np
@@ -71,6 +72,7 @@ class ObjectTier(StorageTier):
         self._generation = new_generation()
         self._is_published = False
         self._is_doubtful = False  # whether the store may name another one by now
+        self._naming: Future[OSError | None] | None = None  # of the thread that asks it, what went wrong
         self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -148,8 +150,7 @@ class ObjectTier(StorageTier):
     def write(self, key: bytes, record: memoryview) -> None:
         """See `StorageTier.write`."""
         self._make_directory()
-        self._check_named()
-        self._publish()
+        self._name_generation()
         # In memory it would keep the caller's memory as the object.
         data = np.array(record) if isinstance(self._store, MemoryStore) else record
         try:
@@ -208,7 +209,7 @@ class ObjectTier(StorageTier):
         """See `StorageTier.clear`. Objects are deleted in the background."""
         self._renew()
         try:
-            self._publish()
+            self._name_generation()
         finally:
             if self._is_published or self._directory is not None:  # on a full disk only deletions make room
                 with self._lock:
@@ -268,17 +269,49 @@ class ObjectTier(StorageTier):
             self._generation = new_generation()
             self._is_published = False
 
+    def _name_generation(self) -> None:
+        """Makes sure that the store names the current generation.
+
+        One thread at a time asks the store, without the lock. Those that come meanwhile wait for it, and fail if it
+        does: each would wait for a dead server as long, one after another.
+        """
+        while True:
+            with self._lock:
+                naming = self._naming
+                if naming is None:
+                    if self._is_published and not self._is_doubtful:
+                        return
+                    self._naming = mine = Future[OSError | None]()
+                    break
+            if (error := naming.result()) is not None:
+                raise OSError(str(error)) from error
+        failure: OSError | None = None
+        try:
+            self._check_named()
+            self._publish()
+        except OSError as e:
+            failure = e
+            raise
+        finally:
+            with self._lock:
+                self._naming = None
+            mine.set_result(failure)
+
     def _check_named(self) -> None:
         """Finds out whether the store still names this generation, if it may not."""
         with self._lock:
             before = self._generation
             if not (self._is_doubtful and self._is_published):
                 return
-            try:
-                found = self._named()
-            except (BaseError, OSError) as e:
-                raise OSError(reason(e)) from e
-            self._is_doubtful = False
+            self._is_doubtful = False  # before the answer: a call that fails from here on is a doubt of its own
+        try:
+            found = self._named()
+        except (BaseError, OSError) as e:
+            self._is_doubtful = True
+            raise OSError(reason(e)) from e
+        with self._lock:
+            if self._generation != before:  # cleared meanwhile
+                return
             self._is_published = found is not None and bool(GENERATION.fullmatch(found))
             if found is not None and self._is_published:
                 self._generation = found
@@ -294,14 +327,16 @@ class ObjectTier(StorageTier):
     def _publish(self) -> None:
         """Names the current generation in the store, unless it is named already."""
         with self._lock:
+            generation = self._generation
             if self._is_published:
                 return
-            self._make_directory()
-            try:
-                obstore.put(self._store, self._marker, self._generation.encode(), use_multipart=False)
-            except (BaseError, OSError) as e:
-                raise OSError(reason(e)) from e
-            self._is_published = True
+        self._make_directory()
+        try:
+            obstore.put(self._store, self._marker, generation.encode(), use_multipart=False)
+        except (BaseError, OSError) as e:
+            raise OSError(reason(e)) from e
+        with self._lock:
+            self._is_published = self._generation == generation
 
     def _sweep(self, generations: Iterable[str]) -> None:
         """Deletes earlier generations in the background, until `close`; the next start finds what is left."""
