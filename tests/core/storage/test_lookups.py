@@ -250,6 +250,26 @@ def test_a_failed_read_is_not_asked_for_again(engine):
     assert asked(turn(engine)) == [engine.keys(A)[1:]], "a later request asks"
 
 
+def test_what_a_suspended_server_is_known_to_have_is_not_asked_for():
+    engine = SharedEngine(num_host_chunks=8, breaker_failures=2, breaker_retry_s=100.0)
+    engine.fill(A)
+    engine.fill(prompt(9, num_blocks=8))  # A is in storage alone
+    for job_id in range(2):
+        storage_planner(engine.scheduler).reads.breaker.failed(job_id, "injected")
+    assert engine.match("a", A).state is MISS
+    assert not asked(turn(engine))
+
+
+def test_a_read_that_fails_is_no_reason_to_ask_the_same_server(engine):
+    engine.fill(A)
+    engine.fill(prompt(9, num_blocks=8))
+    engine.match("a", A)
+    plan = engine.turn(fail=True)
+    assert plan.of(JobKind.PROMOTE)
+    assert engine.match("a", A).state is MISS
+    assert not asked(turn(engine))
+
+
 def test_requests_with_one_prefix_ask_once(engine):
     engine.others_store(A)
     for name in ("a", "b", "c"):
