@@ -14,6 +14,7 @@ from tpu_offload import JobResult, JobState, MatchState, RequestLimits
 from tpu_offload.config import LoadMode
 from tpu_offload.core.load_costs import LoadCosts
 from tpu_offload.core.storage import lookups as storage_lookups
+from tpu_offload.core.storage.stack import StorageStackPlanner
 from tpu_offload.types import JobKind
 
 A, B, C = prompt(1), prompt(2), prompt(3)
@@ -268,6 +269,21 @@ def test_a_read_that_fails_is_no_reason_to_ask_the_same_server(engine):
     assert plan.of(JobKind.PROMOTE)
     assert engine.match("a", A).state is MISS
     assert not asked(turn(engine))
+
+
+@interpreted_only
+def test_a_prompt_that_is_known_is_looked_through_once(monkeypatch):
+    looked_at, is_readable = [], StorageStackPlanner.is_readable
+    monkeypatch.setattr(
+        StorageStackPlanner, "is_readable", lambda self, key: looked_at.append(key) or is_readable(self, key)
+    )
+    engine = SharedEngine(num_host_chunks=8)
+    engine.fill(A)
+    engine.fill(prompt(9, num_blocks=8))
+    looked_at.clear()
+    for _ in range(5):
+        engine.match("a", A)
+    assert looked_at == engine.keys(A)
 
 
 def test_requests_with_one_prefix_ask_once(engine):

@@ -787,6 +787,55 @@ def test_a_record_that_cannot_be_deleted_stops_no_others(caplog):
     assert not records.undeletable
 
 
+def begin_deletion(engine, keys):
+    """Storage has these no more, and their deletion has begun."""
+    records = storage_planner(engine.scheduler).records
+    for key in keys:
+        assert key in records.stored
+        records.forget(key)
+    (job,) = engine.turn(num_jobs=0).of(JobKind.DELETE)
+    assert list(job.deleted_keys) == list(keys)
+    return records
+
+
+def test_a_deletion_that_fails_once_is_repeated():
+    engine = StorageEngine(num_storage_chunks=8)
+    keys = engine.keys(prompt(0))
+    for _ in range(3):  # failures with a success between them do not add up
+        engine.fill(prompt(0))
+        records = begin_deletion(engine, keys[1:])
+        engine.turn(fail=True, failed_blocks=(1,))
+        assert (list(records.to_delete), records.undeletable) == ([keys[2]], set())
+        engine.turn()
+        assert keys[2] not in engine.workers[0].storage
+        engine.fill(prompt(1))  # so that it is computed and written again
+        begin_deletion(engine, engine.keys(prompt(1)))
+        engine.turn()
+
+
+def test_an_outage_that_begins_during_a_deletion_gives_no_record_up():
+    engine = StorageEngine(num_storage_chunks=8)
+    engine.fill(prompt(0))
+    records = begin_deletion(engine, engine.keys(prompt(0)))
+    engine.turn(fail=True, failed_blocks=(2, 3))
+    engine.turn(fail=True)
+    assert not records.undeletable
+    engine.turn()
+    assert not engine.workers[0].storage
+
+
+def test_what_one_failed_deletion_of_all_says_is_not_counted():
+    """As in an outage: what it could not delete then has not failed while others were deleted."""
+    engine = StorageEngine(num_storage_chunks=8)
+    engine.fill(prompt(0))
+    records = begin_deletion(engine, engine.keys(prompt(0)))
+    engine.turn(fail=True)
+    engine.turn(fail=True, failed_blocks=(2,))
+    assert not records.undeletable
+    engine.turn()
+    assert not engine.workers[0].storage
+
+
 def test_a_record_that_could_not_be_deleted_is_tried_again_after_many_others(caplog):
     engine = StorageEngine(num_host_chunks=64, num_storage_chunks=128)
     engine.fill(prompt(0))
