@@ -51,8 +51,8 @@ class Deletions:
             deleted = tuple([records.to_delete.popitem(last=False)[0] for _ in range(records.num_deleting)])
             self._jobs.plan(JobKind.DELETE, (), (), self.breaker, now_s=now_s, deleted=deleted)
 
-    def ended(self, job: Job, bad: frozenset[int]) -> bool:
-        """What could not be deleted is deleted again, after all others. Returns False if that is all of it.
+    def ended(self, job: Job, bad: frozenset[int]) -> None:
+        """What could not be deleted is deleted again, after all others.
 
         Args:
           job: the job.
@@ -61,7 +61,7 @@ class Deletions:
         records, deleted = self._records, job.wire.deleted_keys
         records.num_deleting -= len(deleted)
         self._num_deleted += len(deleted) - len(bad)
-        some_are_gone, is_over = len(bad) < len(deleted), False
+        some_are_gone = len(bad) < len(deleted)
         is_telling = some_are_gone or len(deleted) == 1  # else the tier may not answer
         for i, name in enumerate(deleted):
             if i not in bad:
@@ -69,12 +69,10 @@ class Deletions:
             elif not records.knows(name):
                 if name in self._failed and is_telling:
                     self._leave_alone(name)
-                    is_over = True
                 else:
                     if some_are_gone:
                         self._failed.add(name)
                     records.to_delete[name] = None
-        return some_are_gone or is_over
 
     def _leave_alone(self, name: ChunkKey) -> None:
         records = self._records

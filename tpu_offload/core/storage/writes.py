@@ -367,10 +367,8 @@ class StorageWrites:
                 self._num_clear_timeouts = min(2 * self._num_clear_timeouts, _MAX_CLEAR_TIMEOUTS)
             return
         if job.kind is JobKind.DELETE:
-            has_ended = self.deletions.ended(job, bad)
+            self.deletions.ended(job, bad)
             self._note_written()
-            if not has_ended:
-                self._drop_candidates()
         else:
             self._end_write(job, bad)
         if self.demotes:
