@@ -255,6 +255,7 @@ def test_what_a_suspended_server_is_known_to_have_is_not_asked_for():
     engine = SharedEngine(num_host_chunks=8, breaker_failures=2, breaker_retry_s=100.0)
     engine.fill(A)
     engine.fill(prompt(9, num_blocks=8))  # A is in storage alone
+    engine.clock.now_s += 60.0  # it was missing when it was computed
     for job_id in range(2):
         storage_planner(engine.scheduler).reads.breaker.failed(job_id, "injected")
     assert engine.match("a", A).state is MISS
@@ -264,6 +265,7 @@ def test_what_a_suspended_server_is_known_to_have_is_not_asked_for():
 def test_a_read_that_fails_is_no_reason_to_ask_the_same_server(engine):
     engine.fill(A)
     engine.fill(prompt(9, num_blocks=8))
+    engine.clock.now_s += 60.0
     engine.match("a", A)
     plan = engine.turn(fail=True)
     assert plan.of(JobKind.PROMOTE)
