@@ -331,7 +331,8 @@ class JobResult:
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0. Of a promotion: from
         its dispatch until the last chunk was read.
       missing_chunks: of a promotion, positions of chunks that storage does not have any more, ascending: nothing
-        failed, but they were not copied. Those of damaged records, too, which have failed.
+        failed, but they were not copied. Those of damaged records, too, which have failed. Of a deletion, positions of
+        keys that storage has refused to delete, and which have failed.
       num_found: of a lookup that FINISHED, for each of its prefixes the number of leading chunks that storage has of
         this worker; else empty.
     """

@@ -27,7 +27,7 @@ class StorageWorker(FakeWorker):
       storages: by tier, what it holds.
       most_stored: by tier, the most chunks that it ever held.
       frozen: tiers whose jobs do not end.
-      undeletable: records that no tier can delete.
+      undeletable: records that all tiers refuse to delete.
       blocks_per_chunk: places of a slot.
       first_state: the lowest slot of a state; `num_parts` is how many records one has.
     """
@@ -103,8 +103,16 @@ class StorageWorker(FakeWorker):
         return results
 
     def _end(self, job: CopyJob, content: list[bytes], *, fail: bool, failed_blocks: tuple[int, ...]) -> JobResult:
-        if not self.undeletable.isdisjoint(job.deleted_keys):
-            fail, failed_blocks = True, tuple(i for i, key in enumerate(job.deleted_keys) if key in self.undeletable)
+        refused = tuple(i for i, key in enumerate(job.deleted_keys) if key in self.undeletable)
+        if refused and not fail:
+            self._move(job, content, set(refused), fail=True)
+            return JobResult(
+                job_id=job.job_id,
+                state=JobState.FAILED,
+                error="refused",
+                failed_blocks=refused if len(refused) < job.num_items else (),
+                missing_chunks=refused,
+            )
         self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set(), fail=fail)
         if fail:
             return JobResult(job_id=job.job_id, state=JobState.FAILED, error="injected", failed_blocks=failed_blocks)

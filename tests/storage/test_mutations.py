@@ -124,11 +124,11 @@ SHARED_MUTATIONS = (
         "job.state is not JobState.FINISHED",
         "not job.num_found",
     ),
-    Mutation("a request asks again and again", "LookupPlanner._want", "request.arrival.num_asked_chunks = end", "pass"),
+    Mutation("a request asks again and again", "LookupPlanner._want", "request.arrival.note_asked(first, end)", "pass"),
     Mutation(
         "a failed read is asked for again",
         "LookupPlanner._unknown",
-        "first < arrival.num_asked_chunks",
+        "arrival.first_asked_chunk <= first < arrival.num_asked_chunks",
         "False",
     ),
     Mutation("a late lookup is waited for", "LookupPlanner.ask", "self._is_late", "False"),

@@ -455,10 +455,10 @@ def test_a_store_that_fails_whatever_is_deleted_is_asked_once(store_url, monkeyp
 
     with opened(store_url) as tier:
         monkeypatch.setattr(obstore, "delete", fail)
-        with pytest.raises(UndeletedError) as caught:
+        with pytest.raises(OSError, match=r"Timeout|Unauthenticated|AccessDenied") as caught:
             tier.delete(keys)
-        assert caught.value.keys == set(keys)
         may_be_of_one_object = error is DENIED and directory_of(tier) is not None
+        assert isinstance(caught.value, UndeletedError) == may_be_of_one_object
         assert len(asked) == (len(keys) if may_be_of_one_object else 1)
 
 
@@ -474,9 +474,9 @@ def test_an_outage_in_the_middle_leaves_what_was_not_deleted_before(tmp_path, mo
         for i, key in enumerate(keys):
             write(tier, key, i)
         monkeypatch.setattr(obstore, "delete", fail)
-        with pytest.raises(UndeletedError, match="Timeout") as caught:
+        with pytest.raises(OSError, match="Timeout") as caught:
             tier.delete(keys)
-        assert caught.value.keys == set(keys[2:])
+        assert not isinstance(caught.value, UndeletedError)
         assert len(names(tier)) == 1 + 3
 
 
@@ -600,16 +600,16 @@ def test_a_start_goes_on_if_another_has_deleted_its_object(store_url, monkeypatc
         assert len(names(tier)) == 2, "as after a start that was killed"
 
 
-def test_a_start_whose_deletion_has_no_answer_starts_empty(store_url, monkeypatch, caplog):
+def test_a_start_whose_deletion_has_no_answer_keeps_what_is_stored(store_url, monkeypatch, caplog):
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
     with monkeypatch.context() as patch:
         fail_to_delete(patch, OUTAGE)
         tier = ObjectTier(dataclasses.replace(SPEC, options=store_url))
-    assert "does not answer (GenericError: Timeout); it starts empty" in caplog.text
-    assert not tier.stored_keys()
+    assert "has not answered whether it deletes what it stores (GenericError: Timeout)" in caplog.text
+    assert tier.stored_keys() == [key_of(1)]
     write(tier, key_of(2), 2)
-    assert read(tier, key_of(2)) == payload(2)
+    assert [read(tier, key_of(i)) for i in (1, 2)] == [payload(1), payload(2)]
     tier.close()
 
 

@@ -543,6 +543,33 @@ def test_a_request_whose_read_has_failed_asks_the_shared_tier(failed):
     assert engine.match("b", A).num_tokens == 15
 
 
+def test_a_request_whose_record_is_missing_asks_the_shared_tier():
+    engine = shared_below()
+    engine.match("a", A)
+    plan, _ = engine.step()
+    (job,) = plan.of(JobKind.PROMOTE)
+    engine.workers[0].finish(fail=True)
+    result = JobResult(job_id=job.job_id, state=JobState.FINISHED, missing_chunks=(0, 1, 2, 3))
+    engine.apply(engine.workers[0], [result])
+    engine.match("a", A)
+    assert [list(keys) for keys in looked_up(engine.turn())] == [engine.keys(A)]
+
+
+def test_a_request_asks_for_chunks_before_those_that_it_has_asked_for():
+    """The nearer tier has the first half; the other one was asked for the rest only, until that read has failed."""
+    engine = shared_below()
+    for key in engine.keys(A)[2:]:
+        tiers(engine)[0].records.remove(key)
+    engine.match("a", A)
+    plan, _ = engine.step()
+    assert [list(keys) for keys in looked_up(plan)] == [engine.keys(A)[2:]]
+    for job, _ in list(engine.workers[0].in_flight):
+        engine.apply(engine.workers[0], engine.workers[0].finish(1, fail=job.kind is JobKind.PROMOTE))
+    engine.match("a", A)
+    assert [keys[0] for keys in looked_up(engine.turn())] == [engine.keys(A)[0]]
+    assert wants(engine, A) == [(1, 4)]
+
+
 # --- a read that fails though the record may be intact ----------------------------------------------
 
 
@@ -585,6 +612,16 @@ def test_what_fails_again_while_others_are_read_is_deleted():
     assert not records.resting
     engine.turn()
     assert bad not in engine.workers[0].storage
+
+
+def test_a_rest_ends_in_an_idle_engine_too():
+    engine = StorageEngine(num_host_chunks=16, sizes=(16,), breaker_retry_s=5.0)
+    engine.turn()
+    put(engine, 0, A)
+    engine.match("a", A)
+    engine.turn(fail=True)
+    engine.clock.now_s += 3600.0
+    assert engine.match("b", A).state is MatchState.ARRIVING
 
 
 def test_failures_with_a_success_between_them_do_not_add_up():

@@ -61,7 +61,8 @@ class Job:
       detached: the request was told the outcome, or is gone: nothing waits for the end.
       was_cancelled: some worker has not copied all of it, because it is detached.
       result_lost: some worker will never report it.
-      missing: for a promotion, positions of chunks that some worker's storage does not have.
+      missing: for a promotion, positions of chunks that some worker's storage does not have; for a deletion, of keys
+        that it has refused to delete.
       num_found: for a lookup, for each of its prefixes the number of leading chunks that all workers so far have.
       error: the first error reported.
       duration_s: the longest time that a worker took.
@@ -154,8 +155,12 @@ class Job:
         self.waiting_for.remove(worker_id)
         self.duration_s = max(self.duration_s, result.duration_s)
         self.copy_s = max(self.copy_s, result.copy_s)
-        if self.kind is JobKind.PROMOTE:
-            self.missing |= {i for i in result.missing_chunks if i < self.wire.num_items}
+        if self.kind is JobKind.PROMOTE or self.kind is JobKind.DELETE:
+            missing = {i for i in result.missing_chunks if i < self.wire.num_items}
+            self.missing |= missing
+            failed = result.failed_blocks or range(self.wire.num_items)
+            if self.kind is JobKind.DELETE and missing.issuperset(failed):
+                return  # the tier has answered: that says nothing about the next deletion
         if self.kind is JobKind.LOOKUP and result.state is JobState.FINISHED:
             self._add_found(worker_id, result.num_found)
             return

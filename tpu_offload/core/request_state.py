@@ -58,8 +58,9 @@ class Arrival:
     Attributes:
       since_s: when a match was first answered with ARRIVING since it last held blocks; None if none was.
       storage_wait_s: how long they may be for chunks of storage; None until that was estimated.
-      num_asked_chunks: leading chunks, up to which shared storage was asked for it; it does not ask for them again.
-      all_known_at: the end of its prompt, in chunks, and how many reads had failed, when all of it was known.
+      first_asked_chunk, num_asked_chunks: from where and up to where shared storage was asked for its chunks; it does
+        not ask for them again.
+      all_known_at: the length of its prompt, in chunks, and how many reads had failed, when all was known or asked for.
       num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
       awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
       lookup_wait_s: how long they may be ARRIVING for that lookup; 0 if it waits for none.
@@ -68,15 +69,20 @@ class Arrival:
     def __init__(self) -> None:
         self.since_s: float | None = None
         self.storage_wait_s: float | None = None
-        self.num_asked_chunks = 0
+        self.first_asked_chunk = self.num_asked_chunks = 0
         self.num_asked_boundaries = 0
         self.all_known_at = 0, 0
         self.awaited_lookup: ChunkKey | None = None
         self.lookup_wait_s = 0.0
 
+    def note_asked(self, first: int, end: int) -> None:
+        """Shared storage is asked for these chunks."""
+        self.first_asked_chunk = min(first, self.first_asked_chunk) if self.num_asked_chunks else first
+        self.num_asked_chunks = end
+
     def start_over(self) -> None:
         """Its keys have changed."""
-        self.num_asked_chunks = self.num_asked_boundaries = 0
+        self.first_asked_chunk = self.num_asked_chunks = self.num_asked_boundaries = 0
         self.all_known_at = 0, 0
         self.awaited_lookup = None
 

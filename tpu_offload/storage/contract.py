@@ -40,7 +40,9 @@ class StorageSpec:
 
 @final
 class UndeletedError(OSError):
-    """A call of `StorageTier.delete` has deleted only some of its keys.
+    """A call of `StorageTier.delete` has deleted all but some of its keys, which the store refuses to delete.
+
+    Not for a store that does not answer: deletions are suspended after a few other errors, and not after this one.
 
     Args:
       why: what went wrong, for a log line.
@@ -119,7 +121,7 @@ class StorageTier(abc.ABC):
         """Deletes keys; unknown ones are ignored. One that cannot be deleted does not keep the others.
 
         Raises:
-          UndeletedError: its keys may still be stored, and are deleted again; the others are not stored.
+          UndeletedError: its keys may still be stored, and are tried again later; the others are not stored.
           OSError: any of them may still be stored.
         """
 

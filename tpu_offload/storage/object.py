@@ -99,15 +99,19 @@ class ObjectTier(StorageTier):
     def _check_deletion(self) -> None:
         """Deletes an object that no other process knows. A tier that may not would take no writes once it is full."""
         probe = f"{self._root}/{new_probe()}"
-        obstore.put(self._store, probe, b"probe", use_multipart=False)
         try:
+            obstore.put(self._store, probe, b"probe", use_multipart=False)
             obstore.delete(self._store, probe)
         except FileNotFoundError:  # somebody else has deleted it
             pass
         except (BaseError, OSError) as e:
-            if may_answer_later(e):
-                raise
-            raise self._refused(e, "what it stores cannot be deleted: ") from None
+            if not may_answer_later(e):
+                raise self._refused(e, "what it stores cannot be deleted: ") from None
+            _logger.warning(
+                "storage tier: %s has not answered whether it deletes what it stores (%s); the next start asks again",
+                where(self._store),
+                reason(e),
+            )
 
     def _adopt(self) -> bool:
         found = self._named()
@@ -185,6 +189,8 @@ class ObjectTier(StorageTier):
         try:
             delete_objects(self._store, list(keys_by_name))
         except LeftObjectsError as e:
+            if e.is_outage:
+                raise OSError(str(e)) from e
             raise UndeletedError(str(e), [keys_by_name[name] for name in e.names]) from e
 
     def stored_keys(self) -> Sequence[bytes]:

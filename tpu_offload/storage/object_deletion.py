@@ -23,11 +23,13 @@ class LeftObjectsError(OSError):
     Args:
       why: what went wrong first.
       names: of those that may still be stored.
+      is_outage: the error concerns others as well, which were not tried.
     """
 
-    def __init__(self, why: str, names: Sequence[str]) -> None:
+    def __init__(self, why: str, names: Sequence[str], *, is_outage: bool) -> None:
         super().__init__(why)
         self.names = tuple(names)
+        self.is_outage = is_outage
 
 
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
@@ -45,6 +47,7 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
     stop = stop or threading.Event()
     left: list[str] = []
     first_error: BaseException | None = None
+    concerns_all = False
     # Other stores have no batches: obstore would send a request for each object, and end at the first that is missing.
     calls = deque(itertools.batched(names, BATCH if isinstance(store, (S3Store, MemoryStore)) else 1))
     while calls and not stop.is_set():
@@ -64,7 +67,7 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
                 left += itertools.chain.from_iterable(calls)
                 break
     if first_error is not None:
-        raise LeftObjectsError(reason(first_error), left) from first_error
+        raise LeftObjectsError(reason(first_error), left, is_outage=concerns_all) from first_error
 
 
 def _concerns_all(error: BaseException, batch: Sequence[str]) -> bool:

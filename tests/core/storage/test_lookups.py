@@ -276,9 +276,12 @@ def test_a_read_that_fails_is_no_reason_to_ask_the_same_server(engine):
 @interpreted_only
 def test_a_prompt_that_is_known_is_looked_through_once(monkeypatch):
     looked_at, is_readable = [], StorageStackPlanner.is_readable
-    monkeypatch.setattr(
-        StorageStackPlanner, "is_readable", lambda self, key: looked_at.append(key) or is_readable(self, key)
-    )
+
+    def noted(self, key):
+        looked_at.append(key)
+        return is_readable(self, key)
+
+    monkeypatch.setattr(StorageStackPlanner, "is_readable", noted)
     engine = SharedEngine(num_host_chunks=8)
     engine.fill(A)
     engine.fill(prompt(9, num_blocks=8))

@@ -773,10 +773,11 @@ def test_a_record_that_cannot_be_deleted_stops_no_others(caplog):
         engine.fill(prompt(i))
         engine.scheduler.check_invariants()
     records = storage_planner(engine.scheduler).records
-    assert records.undeletable == {stuck}
+    assert list(records.undeletable) == [stuck]
     assert not records.to_delete
-    assert "cannot delete 1 of its records" in caplog.text
+    assert caplog.text.count("refuses to delete 1 of its records") == 1
     stats = engine.scheduler.stats()
+    assert stats.failed_storage_chunks == 1
     assert stats.num_breaker_openings == 0
     assert stats.dropped_cascade_chunks == 0
     assert set(records.stored) >= {*engine.keys(prompt(19))}
@@ -805,7 +806,7 @@ def test_a_deletion_that_fails_once_is_repeated():
         engine.fill(prompt(0))
         records = begin_deletion(engine, keys[1:])
         engine.turn(fail=True, failed_blocks=(1,))
-        assert (list(records.to_delete), records.undeletable) == ([keys[2]], set())
+        assert (list(records.to_delete), records.undeletable) == ([keys[2]], {})
         engine.turn()
         assert keys[2] not in engine.workers[0].storage
         engine.fill(prompt(1))  # so that it is computed and written again
@@ -836,21 +837,87 @@ def test_what_one_failed_deletion_of_all_says_is_not_counted():
     assert not engine.workers[0].storage
 
 
-def test_a_record_that_could_not_be_deleted_is_tried_again_after_many_others(caplog):
-    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=128)
-    engine.fill(prompt(0))
-    stuck = engine.keys(prompt(0))[-1]
-    worker, records = engine.workers[0], storage_planner(engine.scheduler).records
-    worker.undeletable.add(stuck)
-    for i in range(1, 50):  # 3,000 records are deleted
-        engine.fill(prompt(i, num_blocks=64))
-    assert records.undeletable == {stuck}
-    assert caplog.text.count("cannot delete 1 of its records") == 2, "at first, and after 1,024 others"
+def refusing(num_records):
+    """Storage has refused to delete so many records. Returns the engine, the worker and the records."""
+    engine = StorageEngine(num_host_chunks=64, num_storage_chunks=128, breaker_retry_s=5.0)
+    engine.fill(prompt(0, num_blocks=num_records))
+    keys = engine.keys(prompt(0, num_blocks=num_records))
+    engine.workers[0].undeletable.update(keys)
+    records = begin_deletion(engine, keys)
+    engine.turn()
+    assert list(records.undeletable) == keys
+    return engine, engine.workers[0], records
+
+
+def tried(engine):
+    """The keys that the next plan deletes."""
+    return [key for job in engine.turn().of(JobKind.DELETE) for key in job.deleted_keys]
+
+
+def test_what_was_refused_is_tried_again_ever_more_seldom_while_it_is():
+    engine, worker, records = refusing(1)
+    (key,) = worker.undeletable
+    for wait_s in (5, 10, 20, 40, 80, 160, 320, 320, 320):
+        engine.clock.now_s += wait_s - 0.1
+        assert not tried(engine)
+        engine.clock.now_s += 0.2
+        assert tried(engine) == [key]
+        engine.turn()
+        assert list(records.undeletable) == [key]
     worker.undeletable.clear()
-    for i in range(100, 140):
-        engine.fill(prompt(i, num_blocks=64))
+    engine.clock.now_s += 330
+    assert tried(engine) == [key]
+    engine.turn()
     assert not records.undeletable
-    assert stuck not in worker.storage
+    assert key not in worker.storage
+    assert engine.scheduler.stats().num_breaker_openings == 0
+
+
+def test_of_many_refused_records_a_few_are_tried_at_a_time_and_all_once_that_succeeds():
+    engine, worker, records = refusing(30)
+    keys = list(records.undeletable)
+    engine.clock.now_s += 5.1
+    begin_other = engine.keys(prompt(1))
+    engine.fill(prompt(1))
+    records.forget(begin_other[0])
+    engine.turn()
+    assert begin_other[0] not in worker.storage, "others are not held up"
+    assert len(records.undeletable) == 30
+    engine.clock.now_s += 1000.0
+    worker.undeletable = set(keys[-3:])
+    for _ in range(20):
+        engine.turn()
+    assert set(records.undeletable) <= worker.undeletable
+    assert set(keys) & set(worker.storage) == worker.undeletable
+
+
+def test_a_tier_that_refuses_half_of_all_deletions_takes_writes_as_long_as_it_has_room():
+    engine = StorageEngine(num_storage_chunks=64)
+    worker, records = engine.workers[0], storage_planner(engine.scheduler).records
+    for i in range(20):
+        worker.undeletable.update(engine.keys(prompt(i))[::2])
+        engine.fill(prompt(i))
+        engine.scheduler.check_invariants()
+    stats = engine.scheduler.stats()
+    assert (stats.num_breaker_openings, stats.dropped_cascade_chunks) == (0, 0)
+    assert len(records.undeletable) > 10
+    assert stats.cascaded_chunks == 80
+    assert worker.most_stored[0] <= 64
+
+
+def test_an_outage_while_refused_records_are_tried_again_gives_none_up():
+    engine, worker, records = refusing(4)
+    worker.undeletable.clear()
+    engine.clock.now_s += 5.1
+    engine.turn(fail=True)
+    engine.turn()
+    assert len(records.undeletable) == 4
+    assert not records.to_delete
+    engine.clock.now_s += 10.1
+    engine.turn()
+    engine.turn()
+    assert not records.undeletable
+    assert not worker.storage
 
 
 def test_while_nothing_can_be_deleted_no_record_is_given_up():
@@ -858,13 +925,15 @@ def test_while_nothing_can_be_deleted_no_record_is_given_up():
     engine = StorageEngine(num_storage_chunks=8)
     engine.fill(prompt(0))
     worker = engine.workers[0]
-    worker.undeletable.update(engine.keys(prompt(0)), engine.keys(prompt(1)))
     for i in range(1, 12):
-        engine.fill(prompt(i))
+        engine.serve("filler", prompt(i))
+        for _ in range(6):
+            plan, results = engine.step()
+            fails = bool(plan.of(JobKind.DELETE))
+            engine.apply(worker, results[0] + worker.finish(fail=fails))
     records = storage_planner(engine.scheduler).records
     assert records.to_delete
     assert not records.undeletable
-    worker.undeletable.clear()
     engine.clock.now_s += 1000.0
     for i in range(12, 16):
         engine.fill(prompt(i))

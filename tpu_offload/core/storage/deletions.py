@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 
 from tpu_offload.core.jobs import Job
@@ -11,7 +11,8 @@ from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.types import ChunkKey, JobKind
 
 _MAX_DELETES = 256  # a step
-_RETRY_AFTER = 1024  # records deleted; after each failure twice as many
+_MAX_TRIED_AGAIN = 8  # of those, that the tier has refused to delete before
+_MAX_WAITS = 64  # of `retry_s`, until they are tried again
 
 _logger = logging.getLogger(__name__)
 
@@ -20,78 +21,83 @@ _logger = logging.getLogger(__name__)
 class Deletions:
     """Plans the deletions of one tier, and repeats those that fail.
 
-    A record that could not be deleted when others were is tried once more, with others or alone. Then it is left alone,
-    and takes room; it is tried again after many others.
+    A record that the tier refuses to delete, while it answers, is left alone and takes room. A few of these are tried
+    again after a while: in a batch with others, so that they hold up nothing, and more often if that succeeds.
 
     Args:
       records: the tier's.
       jobs: likewise.
       label: of the tier, for the log.
+      retry_s: seconds until a refused record is tried again; twice as long each time that all are refused.
+      clock: seconds, monotonic.
 
     Attributes:
       breaker: theirs, and that of the orders to clear the tier.
     """
 
-    def __init__(self, records: StoredRecords, jobs: TierJobs, *, label: str) -> None:
+    def __init__(
+        self, records: StoredRecords, jobs: TierJobs, *, label: str, retry_s: float, clock: Callable[[], float]
+    ) -> None:
         self.breaker = jobs.make_breaker("deletions in", repeated=True)
         self._records = records
         self._jobs = jobs
         self._label = label
-        self._failed: set[ChunkKey] = set()  # while others were deleted
-        self._num_deleted = 0
-        self._retry_after = self._retry_at = _RETRY_AFTER  # records deleted, until those left alone are tried again
+        self._retry_s = self._wait_s = retry_s
+        self._clock = clock
+        self._retry_at_s = 0.0
+        self._tried_again: set[ChunkKey] = set()  # by the job in flight
 
     def plan(self, now_s: float) -> None:
         """Plans one batch at a time, which bounds how many deletions are retried after a failure."""
         records = self._records
-        if records.to_delete and not records.num_deleting and self.breaker.admits(ACCOUNT):
-            if self._num_deleted >= self._retry_at and records.undeletable:
-                self._try_again()
-            records.num_deleting = min(len(records.to_delete), _MAX_DELETES if self.breaker.closed else 1)
-            deleted = tuple([records.to_delete.popitem(last=False)[0] for _ in range(records.num_deleting)])
-            self._jobs.plan(JobKind.DELETE, (), (), self.breaker, now_s=now_s, deleted=deleted)
+        refused = records.undeletable if now_s >= self._retry_at_s and self.breaker.closed else ()
+        if not (records.to_delete or refused) or records.num_deleting or not self.breaker.admits(ACCOUNT):
+            return
+        num = min(len(records.to_delete), _MAX_DELETES if self.breaker.closed else 1)
+        deleted = [records.to_delete.popitem(last=False)[0] for _ in range(num)]
+        again = list(itertools.islice(refused, _MAX_TRIED_AGAIN))
+        for name in again:
+            del records.undeletable[name]
+        self._tried_again = set(again)
+        deleted += again
+        records.num_deleting = len(deleted)
+        self._jobs.plan(JobKind.DELETE, (), (), self.breaker, now_s=now_s, deleted=tuple(deleted))
 
     def ended(self, job: Job, bad: frozenset[int]) -> None:
-        """What could not be deleted is deleted again, after all others.
+        """What could not be deleted is deleted again, after all others; what was refused, later.
 
         Args:
-          job: the job.
+          job: the job, whose `missing` are the positions of what some worker's tier has refused.
           bad: positions of the keys for which some worker has failed.
         """
-        records, deleted = self._records, job.wire.deleted_keys
-        records.num_deleting -= len(deleted)
-        self._num_deleted += len(deleted) - len(bad)
-        some_are_gone = len(bad) < len(deleted)
-        is_telling = some_are_gone or len(deleted) == 1  # else the tier may not answer
-        for i, name in enumerate(deleted):
-            if i not in bad:
-                self._failed.discard(name)
-            elif not records.knows(name):
-                if name in self._failed and is_telling:
-                    self._leave_alone(name)
-                else:
-                    if some_are_gone:
-                        self._failed.add(name)
-                    records.to_delete[name] = None
+        records, tried_again, num_refused = self._records, self._tried_again, 0
+        records.num_deleting -= len(job.wire.deleted_keys)
+        self._tried_again = set()
+        for i, name in enumerate(job.wire.deleted_keys):
+            if records.knows(name):
+                continue
+            if i in job.missing or (i in bad and name in tried_again):
+                num_refused += name in tried_again
+                self._leave_alone(name, is_new=name not in tried_again)
+            elif i in bad:
+                records.to_delete[name] = None
+        if tried_again:
+            some_are_gone = num_refused < len(tried_again)
+            self._wait_s = self._retry_s if some_are_gone else min(2 * self._wait_s, _MAX_WAITS * self._retry_s)
+            self._retry_at_s = 0.0 if some_are_gone else self._clock() + self._wait_s
 
-    def _leave_alone(self, name: ChunkKey) -> None:
-        records = self._records
-        records.undeletable.add(name)
-        self._retry_at = self._num_deleted + self._retry_after
-        num = len(records.undeletable)
-        if num.bit_count() == 1:  # 1, 2, 4, 8, ...: many do not fill the log
+    def _leave_alone(self, name: ChunkKey, *, is_new: bool) -> None:
+        undeletable = self._records.undeletable
+        if not undeletable:
+            self._retry_at_s = max(self._retry_at_s, self._clock() + self._wait_s)
+        undeletable[name] = None
+        num = len(undeletable)
+        if is_new and num.bit_count() == 1:  # 1, 2, 4, 8, ...: many do not fill the log
             _logger.warning(
-                "storage tier %s cannot delete %d of its records: they take room, and are tried again later",
+                "storage tier %s refuses to delete %d of its records: they take room, and are tried again later",
                 self._label,
                 num,
             )
-
-    def _try_again(self) -> None:
-        """Deletes again what was left alone."""
-        records = self._records
-        self._retry_after *= 2
-        records.to_delete.update(dict.fromkeys(records.undeletable))
-        records.undeletable.clear()
 
     def add_unknown(self, listed: Iterable[ChunkKey]) -> None:
         """Workers have these records; those that the scheduler does not know are deleted.
@@ -105,9 +111,5 @@ class Deletions:
         known = set(itertools.chain.from_iterable(in_flight))  # they are deleted again if that fails
         for name in listed:
             if name not in known and not records.knows(name):
-                records.undeletable.discard(name)
+                records.undeletable.pop(name, None)
                 records.to_delete[name] = None
-
-    def reset(self) -> None:
-        """The tier has to be cleared."""
-        self._failed.clear()

@@ -165,20 +165,21 @@ class LookupPlanner:
         One that is in HBM only, such as tokens that were generated here, has to be known for those after it to be read.
         """
         keys, last, arrival = request.keys, len(request.keys), request.arrival
-        if arrival.num_asked_chunks >= last:
+        nothing_to_ask = last, self._num_failed_reads
+        if arrival.all_known_at == nothing_to_ask:  # not to be looked through again in each step
             return last, last
         if request.limits.max_load_tokens is not None:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
         if request.last_match.num_found_chunks >= last:
             return last, last
-        if arrival.all_known_at == (last, self._num_failed_reads):  # not to be looked through again in each step
-            return last, last
         first = 0 if request.use.num_in_hbm else request.last_match.num_found_chunks
         while first < last and self._is_readable(keys[first]):
             first += 1
         if first == last:
-            arrival.all_known_at = last, self._num_failed_reads
-        if first < arrival.num_asked_chunks:  # it is missing, or its read has failed
+            arrival.all_known_at = nothing_to_ask
+        if arrival.first_asked_chunk <= first < arrival.num_asked_chunks:  # it is missing, or its read has failed
+            if arrival.num_asked_chunks >= len(keys):
+                arrival.all_known_at = nothing_to_ask
             return last, last
         return first, min(last, first + self._max_keys)
 
@@ -201,7 +202,7 @@ class LookupPlanner:
             if request.keys[first + num_both - 1] != other[num_both - 1]:
                 return True
             if num_both == end - first or key in self._asked:
-                request.arrival.num_asked_chunks = first + num_both
+                request.arrival.note_asked(first, first + num_both)
                 return True
         num_more = end - first - len(other or ())
         is_probe = not self.breaker.closed
@@ -209,7 +210,7 @@ class LookupPlanner:
             return other is not None
         self._wanted[key] = tuple(request.keys[first:end])
         self._num_keys += num_more
-        request.arrival.num_asked_chunks = end
+        request.arrival.note_asked(first, end)
         return True
 
     def _is_missing(self, key: ChunkKey) -> bool:

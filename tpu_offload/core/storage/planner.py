@@ -216,6 +216,8 @@ class StoragePlanner:
         bad = frozenset(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
             self._own_counts.failed_storage_chunks += len(bad) or 1  # 1: deleting all of it
+        if job.kind is JobKind.DELETE:
+            self._own_counts.failed_storage_chunks += len(job.missing.difference(bad))
         if job.kind is JobKind.PROMOTE:
             self._counts.missing_storage_chunks += len(job.missing.difference(bad))
             self.reads.ended(job, job.missing.union(bad))

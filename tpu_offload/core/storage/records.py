@@ -38,7 +38,7 @@ class StoredRecords:
       promoting: those that jobs in flight read.
       to_delete: those to be deleted, by later jobs.
       num_deleting: those that jobs in flight delete.
-      undeletable: those that could not be deleted; they take room.
+      undeletable: those that the tier has refused to delete; they take room.
       resting: those whose last read has failed, perhaps not by their fault, and when they are stored again; the soonest
         first.
       host_evicted: chunks that the host tier has evicted since the last plan, if the order compares; tails first, each
@@ -79,7 +79,7 @@ class StoredRecords:
         self.promoting: set[ChunkKey] = set()
         self.to_delete: Keys = OrderedDict()
         self.num_deleting = 0
-        self.undeletable: set[ChunkKey] = set()
+        self.undeletable: dict[ChunkKey, None] = {}
         self.resting: dict[ChunkKey, float] = {}
         self.is_shared = False
         self.host_evicted: dict[ChunkKey, ChunkKey] = {}
@@ -326,6 +326,6 @@ class StoredRecords:
         assert not (self.writing | stored) & self.to_delete.keys(), "what is stored would be deleted"
         wanted = self.writing | stored
         assert self.resting.keys().isdisjoint(wanted | self.to_delete.keys()), "a record counts twice"
-        assert self.undeletable.isdisjoint(wanted | self.to_delete.keys() | self.resting.keys()), "likewise"
+        assert self.undeletable.keys().isdisjoint(wanted | self.to_delete.keys() | self.resting.keys()), "likewise"
         assert all(name in stored and self._end_of(name) == end for end, name in self._ends.items())
         assert len(self._ends) == sum(self._has_pieces and self._end_of(name) is not None for name in self.stored)

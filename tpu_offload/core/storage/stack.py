@@ -135,12 +135,14 @@ class StorageStackPlanner:
         A tier whose reads hang is asked last: its breaker opens only after several of them have timed out. With windows
         or states only what leads to a checkpoint is read, and the checkpoint.
         """
+        now_s = self._clock()
+        for tier in self._tiers:
+            tier.records.end_rest(now_s)  # an idle engine makes no plans
         end: int | None = None
         if self._checkpoints is not None and not (end := self._choose_target(request, self._checkpoints)):
             return
         tiers: Sequence[StoragePlanner] = self._tiers
         if len(tiers) > 1:
-            now_s = self._clock()
             tiers = sorted(tiers, key=lambda tier: tier.reads.is_stalled(now_s))
         for tier in tiers:
             tier.reads.promote(request, end=end)  # the next one finds the chunk PENDING if this one reads it
@@ -320,7 +322,8 @@ class StorageStackPlanner:
     def _ended(self, job: Job) -> None:
         ended = self._tiers[job.wire.tier_id]
         ended.ended(job)
-        if job.copy_failed and job.kind is JobKind.PROMOTE and not ended.records.is_shared:
+        has_failed = job.kind is JobKind.PROMOTE and bool(job.copy_failed or job.missing)
+        if has_failed and not ended.records.is_shared:
             for tier in self._tiers:  # a farther one may have the same
                 tier.lookups.look_again()
 

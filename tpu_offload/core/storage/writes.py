@@ -75,7 +75,9 @@ class StorageWrites:
         self._jobs = jobs
         self._has_checkpoints = bool(context.checkpoint_groups)
         self._writes = jobs.make_breaker("cascades to")
-        self.deletions = Deletions(records, jobs, label=tier.label)
+        self.deletions = Deletions(
+            records, jobs, label=tier.label, retry_s=context.config.breaker_retry_s, clock=context.clock
+        )
         # Saved chunks to write, and the uses for which they were saved; oldest first.
         self._candidates: OrderedDict[ChunkKey, Use] = OrderedDict()
         self._checkpoints: Keys = OrderedDict()  # likewise, the chunks before saved checkpoints
@@ -228,7 +230,7 @@ class StorageWrites:
             return
         records.begin_demotion(self._newest, MAX_DEMOTIONS if self._writes.closed else 0)
         is_wanted = bool(self._candidates or self._checkpoints or self._victims)
-        if not (is_wanted or records.to_delete):
+        if not (is_wanted or records.to_delete or records.undeletable):
             return
         writes = is_wanted and self._writes.admits(ACCOUNT)
         if writes:
@@ -311,7 +313,7 @@ class StorageWrites:
         if batch.keys:
             for name in batch.names:
                 self._records.to_delete.pop(name, None)
-                self._records.undeletable.discard(name)
+                self._records.undeletable.pop(name, None)
                 self._records.resting.pop(name, None)
                 self._records.remove(name)  # a part of a state that has lost others
             self._records.writing.update(batch.names)
@@ -405,7 +407,6 @@ class StorageWrites:
     def reset(self) -> None:
         """The tier has to be cleared."""
         self._must_clear = True
-        self.deletions.reset()
         self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()

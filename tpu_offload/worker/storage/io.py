@@ -143,7 +143,7 @@ class StorageCopies:
                 self._land(item)
                 continue
             if item.is_missing:
-                self._jobs.add_missing(item.job_id, item.positions)
+                self._jobs.add_missing(item.job_id, item.failed or item.positions)
             self._end(item, item.error)
         landing, self._landing = self._landing, []
         for item, tokens in landing:

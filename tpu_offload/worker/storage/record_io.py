@@ -37,7 +37,8 @@ class StorageItem:
       payload: for a cascade, the copy of the slot, dropped once it is packed; for a promotion, what was read and
         verified.
       is_read: whether, for a promotion, the payload is what was read and verified.
-      is_missing: whether, for a promotion, the tier does not have all of its records, or one is damaged.
+      is_missing: whether, for a promotion, the tier does not have all of its records, or one is damaged; for a
+        deletion, whether it has refused to delete what `failed` says.
       error: in one line; empty if nothing failed.
       failed: positions that the error concerns; empty for all.
       began_s: when its job was dispatched; `time.monotonic`, like the next one.
@@ -110,6 +111,7 @@ class StorageRecords:
             item.error = error_line(e)
             places = zip(item.positions, item.keys, strict=True)
             item.failed = tuple(position for position, key in places if key in e.keys)
+            item.is_missing = bool(item.failed)  # else it has not told which
         except BaseException as e:  # as above
             item.error = error_line(e)
         self.done.append(item)
