@@ -24,8 +24,8 @@ def test_every_built_in_policy_can_be_set():
         (1, False, RecencyOrder),
         (19, True, PolicyOrder),
         (18, True, AdaptiveOrder),
-        (9, True, AdaptiveOrder),
-        (8, True, RecencyOrder),
+        (3, True, AdaptiveOrder),
+        (2, True, RecencyOrder),
     ],
 )
 def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
