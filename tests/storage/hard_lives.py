@@ -1,4 +1,6 @@
-"""Random lives with storage under more faults: workers that restart, lost and late reports, partial failures, aborts.
+"""Random lives with storage under more faults.
+
+Workers that restart, lost and late reports, partial failures, records that a tier refuses to delete, aborts.
 
 python -m tests.storage.hard_lives --seeds 10000
 """
@@ -167,6 +169,8 @@ class HardLife(Life):
             )
         self.restart_rate = self.rng.choice([0.0, 0.01, 0.04])
         self.message_fault_rate = self.rng.choice([0.0, 0.1])
+        self.refusals = random.Random(repr(self.rng.getstate()))  # so that `rng` draws what it drew without them
+        self.refusal_rate = self.refusals.choice([0.0, 0.0, 0.2])
         return engine
 
     def step_workers(self, early: list[list[JobResult]]) -> None:
@@ -201,6 +205,8 @@ class HardLife(Life):
         if engine.requests and rng.random() < 0.05:
             engine.remove(rng.choice(sorted(engine.requests)))
         for worker in engine.workers:
+            if self.refusals.random() < self.refusal_rate:
+                worker.undeletable = {key for key in worker.storage if self.refusals.random() < 0.3}
             if rng.random() < self.restart_rate:
                 self._deliver(worker)
                 worker.restart(rng)
@@ -230,6 +236,8 @@ class HardLife(Life):
         for name in list(engine.requests):
             engine.remove(name)
         records = planner.records
+        for worker in engine.workers:
+            worker.undeletable = set()
         for _ in range(100):
             engine.clock.now_s += 60.0
             _, early = engine.step()
@@ -239,14 +247,13 @@ class HardLife(Life):
                 worker.undelivered = []
                 self._deliver(worker)
             stats = engine.scheduler.stats()
-            if not (stats.num_jobs_in_flight or records.to_delete or records.resting or planner.has_plans):
+            left = records.to_delete or records.undeletable or records.resting
+            if not (stats.num_jobs_in_flight or left or planner.has_plans):
                 break
         assert (stats.num_jobs_in_flight, stats.num_quarantined_chunks) == (0, 0), "a job has no end"
         self.check_storage()
         for worker in engine.workers:
-            undeletable = records.undeletable & worker.storage.keys()  # of which two deletions failed at random
-            known = undeletable | set(records.stored)
-            assert worker.storage.keys() == known, "storage has what nobody knows"
+            assert worker.storage.keys() == set(planner.records.stored), "storage has what nobody knows"
             assert len(worker.storage) <= worker.capacity
 
 
