@@ -142,6 +142,10 @@ def served(starting, expected):
     """Once they have started, which takes longer than the right answers."""
     starting.ours.wait_until_ready()
     starting.kept.publish()
+    end_s = time.monotonic() + _QUIET_LIMIT_S
+    while not starting.ours.metrics()["vllm:tpu_offload_host_chunks"]:  # it is allocated in the background
+        assert time.monotonic() < end_s
+        starting.ask(prompt("first", 20))
     return starting
 
 
