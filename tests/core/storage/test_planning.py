@@ -905,6 +905,18 @@ def test_a_tier_that_refuses_half_of_all_deletions_takes_writes_as_long_as_it_ha
     assert worker.most_stored[0] <= 64
 
 
+def test_a_record_that_was_written_again_while_its_deletion_was_refused_counts_once():
+    engine = StorageEngine(num_storage_chunks=8)
+    engine.fill(prompt(0))
+    keys = engine.keys(prompt(0))
+    engine.workers[0].undeletable.add(keys[3])
+    records = begin_deletion(engine, keys[3:])
+    records.forget(keys[3])  # as when a write that has begun since has failed
+    engine.turn()
+    assert (list(records.to_delete), list(records.undeletable)) == (keys[3:], [])
+    assert records.room == 8 - 3 - 1
+
+
 def test_an_outage_while_refused_records_are_tried_again_gives_none_up():
     engine, worker, records = refusing(4)
     worker.undeletable.clear()

@@ -74,7 +74,7 @@ class Deletions:
         records.num_deleting -= len(job.wire.deleted_keys)
         self._tried_again = set()
         for i, name in enumerate(job.wire.deleted_keys):
-            if records.knows(name):
+            if records.knows(name) or name in records.to_delete:  # it was written meanwhile, and that may have failed
                 continue
             if i in job.missing or (i in bad and name in tried_again):
                 num_refused += name in tried_again
