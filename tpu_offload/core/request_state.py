@@ -60,7 +60,7 @@ class Arrival:
       storage_wait_s: how long they may be for chunks of storage; None until that was estimated.
       first_asked_chunk, num_asked_chunks: from where and up to where shared storage was asked for its chunks; it does
         not ask for them again.
-      all_known_at: the length of its prompt, in chunks, and how many reads had failed, when all was known or asked for.
+      settled_at: the length of its prompt, in chunks, and how many reads had failed, when nothing was left to ask.
       num_asked_boundaries: leading chunks, up to which shared storage was asked for checkpoints for it.
       awaited_lookup: the first record of the lookup that its last match waits for; None if it waits for none.
       lookup_wait_s: how long they may be ARRIVING for that lookup; 0 if it waits for none.
@@ -71,7 +71,7 @@ class Arrival:
         self.storage_wait_s: float | None = None
         self.first_asked_chunk = self.num_asked_chunks = 0
         self.num_asked_boundaries = 0
-        self.all_known_at = 0, 0
+        self.settled_at = 0, 0
         self.awaited_lookup: ChunkKey | None = None
         self.lookup_wait_s = 0.0
 
@@ -83,7 +83,7 @@ class Arrival:
     def start_over(self) -> None:
         """Its keys have changed."""
         self.first_asked_chunk = self.num_asked_chunks = self.num_asked_boundaries = 0
-        self.all_known_at = 0, 0
+        self.settled_at = 0, 0
         self.awaited_lookup = None
 
 

@@ -36,6 +36,26 @@ def test_auto_depends_on_the_size(caplog, capacity, demotes, kind):
     assert order.expects == (demotes and kind is not RecencyOrder)
 
 
+@pytest.mark.parametrize(
+    ("share", "demotes"), [(5, False), (2.5, False), (1, False), (2, True), (1, True), (0.25, True)]
+)
+def test_a_share_of_the_memory_counts_although_headers_take_some(share, demotes):
+    limit, num_above = int(1000 * share), 1000
+
+    def kind(capacity):
+        order = make_order(
+            StorageEvictionPolicy.AUTO, capacity=capacity, num_above=num_above, demotes=demotes, label="a tier"
+        )
+        return type(order), order.followed if isinstance(order, AdaptiveOrder) else ""
+
+    if share == 5:
+        assert kind(limit) != kind(limit - 1), (
+            "twice as large as what it is compared up to: there headers are no matter"
+        )
+    else:
+        assert kind(limit) == kind(limit - limit // 500)
+
+
 @pytest.mark.parametrize(("capacity", "first", "second"), [(25, "density", "lru"), (24, "lru", "density")])
 def test_of_two_compared_orders_the_size_says_which_is_first(caplog, capacity, first, second):
     caplog.set_level("INFO")

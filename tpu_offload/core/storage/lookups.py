@@ -165,8 +165,8 @@ class LookupPlanner:
         One that is in HBM only, such as tokens that were generated here, has to be known for those after it to be read.
         """
         keys, last, arrival = request.keys, len(request.keys), request.arrival
-        nothing_to_ask = last, self._num_failed_reads
-        if arrival.all_known_at == nothing_to_ask:  # not to be looked through again in each step
+        settled = last, self._num_failed_reads
+        if arrival.settled_at == settled:  # not to be looked through again in each step
             return last, last
         if request.limits.max_load_tokens is not None:
             last = min(last, request.use.num_in_hbm - (-request.limits.max_load_tokens // self._chunk_tokens))
@@ -176,10 +176,10 @@ class LookupPlanner:
         while first < last and self._is_readable(keys[first]):
             first += 1
         if first == last:
-            arrival.all_known_at = nothing_to_ask
+            arrival.settled_at = settled
         if arrival.first_asked_chunk <= first < arrival.num_asked_chunks:  # it is missing, or its read has failed
             if arrival.num_asked_chunks >= len(keys):
-                arrival.all_known_at = nothing_to_ask
+                arrival.settled_at = settled
             return last, last
         return first, min(last, first + self._max_keys)
 

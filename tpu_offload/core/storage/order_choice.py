@@ -28,8 +28,8 @@ A little less than 2, because twice the memory has a few chunks less than twice 
 """
 AUTO_RATIO_FOR_LRU = 0.9
 """Below this ratio lru: density gained nothing there. A little less than 1, because equal memory has fewer chunks."""
-AUTO_RATIO_FOR_LRU_IF_DEMOTED = 0.25
-"""Likewise where it is written when the host tier evicts: as small as was tried."""
+AUTO_RATIO_FOR_LRU_IF_DEMOTED = 0.24
+"""Likewise where it is written when the host tier evicts. Smaller ones than a quarter were not tried."""
 AUTO_RATIO_IF_COMPARED = 2.5
 """From which ratio on density is followed first. In a smaller tier it loses up to 0.011 until lru has found more."""
 

@@ -252,6 +252,7 @@ class StoragePlanner:
         """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
         records, writes = self.records, self._jobs.of(*WRITES)
         records.check_invariants()
+        assert records.room >= 0 or self._num_workers > 1, "one worker has more than storage has room for"
         self.writes.check_invariants()
         self.lookups.check_invariants()
         pending = self.reads.pending(pieces=False)
