@@ -39,7 +39,6 @@ A plan is the connector metadata of a step, a report its worker metadata. vLLM f
 preempted request at once: its saves have been dispatched by then, and program order on the device protects them.
 """
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
@@ -59,6 +58,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tpu_offload.adapters.vllm.kv_events import event_groups
+from tpu_offload.adapters.vllm.log_lines import use_vllm_log
 from tpu_offload.adapters.vllm.messages import PlanMessages
 from tpu_offload.adapters.vllm.ranks import shut_down_with_ranks
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
@@ -100,7 +100,7 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _use_vllm_log_handlers()
+        use_vllm_log()
         config = read_config(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -299,12 +299,3 @@ def shut_down_worker(vllm_config: "VllmConfig") -> None:
     # The next engine may have been created before this one is shut down, and own the worker role by now.
     if isinstance(connector, TPUOffloadConnector) and connector.worker_side.serves(vllm_config):
         ensure_kv_transfer_shutdown()
-
-
-def _use_vllm_log_handlers() -> None:
-    """Gives the library's logger vLLM's handlers and level, unless it has handlers already."""
-    ours, theirs = logging.getLogger("tpu_offload"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.propagate = not ours.handlers
-        ours.setLevel(theirs.level)

@@ -61,7 +61,7 @@ def check_hbm(
     free = limit - used
     if needed <= free:
         _logger.info(
-            "tpu_offload: copies take up to %.1f MiB of HBM per device; %.1f MiB are free beside weights and KV cache",
+            "copies take up to %.1f MiB of HBM per device; %.1f MiB are free beside weights and KV cache",
             needed / 2**20,
             free / 2**20,
         )

@@ -136,7 +136,7 @@ class RunnerTokens:
     def _log_once(self, event: str, level: int, line: str) -> None:
         if event not in self._logged:
             self._logged.add(event)
-            _logger.log(level, "tpu_offload: %s. Further cases are not logged", line)
+            _logger.log(level, "%s. Further cases are not logged", line)
 
     # These replace methods of the runner. Errors in the workaround must not end the engine.
 

@@ -152,8 +152,7 @@ class WorkerSide:
             nbytes = layout.state_group.block_nbytes // layout.num_shards
             states = f", states of {nbytes} bytes per device, {worker.num_host_states} in the host tier"
         _logger.info(
-            "tpu_offload: blocks of %d tokens and %d bytes per device, %d chunks in the host tier%s, saves %s, loads "
-            "%s",
+            "blocks of %d tokens and %d bytes per device, %d chunks in the host tier%s, saves %s, loads %s",
             layout.block_size,
             layout.block_nbytes_per_device,
             worker.num_host_chunks,
@@ -348,7 +347,7 @@ class WorkerSide:
                     f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests "
                     "again in new caches: restart the engine"
                 ) from e
-            _logger.error("tpu_offload: %s. New caches are made, and all blocks are reported to vLLM as invalid", e)
+            _logger.error("%s. New caches are made, and all blocks are reported to vLLM as invalid", e)
             runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
             for job in self._unreported_loads.values():
                 self._mark_received(job)
@@ -405,7 +404,7 @@ class WorkerSide:
                 "model has several KV cache groups, for which vLLM cannot compute requests again: restart the engine"
             )
         _logger.error(
-            "tpu_offload: the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "
+            "the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "
             "wrong; the host tier and the prefix cache are emptied",
             job.request_id,
             error,
