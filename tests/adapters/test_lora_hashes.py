@@ -1,4 +1,4 @@
-"""Hashes of requests with an adapter, above storage."""
+"""Hashes of requests with an adapter."""
 
 import os
 from types import SimpleNamespace
@@ -26,12 +26,11 @@ def adapter(tmp_path):
 
 
 def hashes(path, engine=None):
-    return list((engine or LoRAHashes(enabled=True)).of(request(path)))
+    return list((engine or LoRAHashes()).of(request(path)))
 
 
-def test_they_are_those_of_vllm_without_an_adapter_or_storage(adapter):
+def test_they_are_those_of_vllm_without_an_adapter():
     assert hashes(None) == KNOWN[:3]
-    assert hashes(adapter, LoRAHashes(enabled=False)) == KNOWN[:3]
 
 
 def test_engines_agree_on_an_adapter_wherever_it_is(adapter, tmp_path_factory):
@@ -53,24 +52,45 @@ def test_engines_do_not_agree_on_one_that_is_on_a_hub_or_has_no_config(adapter):
     assert set(hashes("org/adapter")).isdisjoint(hashes("org/adapter"))
     (adapter / "adapter_config.json").unlink()
     assert set(hashes(adapter)).isdisjoint(hashes(adapter))
-    engine = LoRAHashes(enabled=True)
+    engine = LoRAHashes()
     assert hashes("org/adapter", engine) == hashes("org/adapter", engine)
 
 
-def test_files_that_change_while_the_engine_runs_match_those_of_no_engine(adapter):
-    engine = LoRAHashes(enabled=True)
+def test_after_files_have_changed_no_two_requests_agree_until_a_reset(adapter, caplog):
+    """Nothing says when the engine loads them: before and after that they are different adapters."""
+    engine = LoRAHashes()
     first = list(engine.of(request(adapter)))
     (adapter / "adapter_model.safetensors").write_bytes(b"new")
     assert engine.of(request(adapter)) == first, "a request keeps its hashes"
     engine.finish("a")
-    changed = hashes(adapter, engine)
-    assert set(changed).isdisjoint([*first, *hashes(adapter)])
+    seen = set(first) | set(hashes(adapter))
+    for num_requests in range(1, 4):
+        changed = hashes(adapter, engine)
+        assert changed == engine.of(request(adapter)), "a request keeps its hashes"
+        engine.finish("a")
+        seen |= set(changed)
+        assert len(seen) == 6 + 3 * num_requests
+    assert caplog.text.count("have changed") == 1
+    engine.reset()
+    after = hashes(adapter, engine)
     engine.finish("a")
-    assert hashes(adapter, engine) == changed
+    assert seen.isdisjoint(after)
+    assert hashes(adapter, engine) == after
+    engine.finish("a")
+    engine.reset()
+    assert hashes(adapter, engine) == after
+
+
+def test_a_reset_changes_nothing_of_adapters_that_have_not_changed(adapter):
+    engine = LoRAHashes()
+    before = hashes(adapter, engine)
+    engine.finish("a")
+    engine.reset()
+    assert hashes(adapter, engine) == before
 
 
 def test_they_follow_a_request_that_goes_on_with_other_tokens(adapter):
-    engine, session = LoRAHashes(enabled=True), request(adapter)
+    engine, session = LoRAHashes(), request(adapter)
     digest = engine.of(session)[0][32:]
     for known in (KNOWN, KNOWN[:2], [*KNOWN[:1], *KNOWN[3:]], []):
         session.block_hashes = known

@@ -112,7 +112,7 @@ class SchedulerSide:
         self._block_size, self._num_groups = block_size, len(group_order)
         self._state_groups, self._event_groups = state_groups, event_groups
         self._event_sources = BlockSources() if record_events else None
-        self._hashes = LoRAHashes(enabled=config.has_storage)
+        self._hashes = LoRAHashes()
         self._offers = Offers(
             block_size=block_size,
             decode_save=config.decode_save,
@@ -461,6 +461,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """Invalidates everything that was saved."""
         self._promised.clear()
+        self._hashes.reset()
         self._stats_changed = True
         self._silent_since_s = None  # storage is to be emptied, which takes steps
         if self._offload is not None:
