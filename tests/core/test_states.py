@@ -28,7 +28,7 @@ from tpu_offload.config import HostSegments
 from tpu_offload.core.index import Checkpoint, ChunkIndex
 from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.core.workers import expected_setups
-from tpu_offload.types import JobKind, Pool, WorkerSetup
+from tpu_offload.types import Direction, JobKind, Pool, WorkerSetup
 
 GB = 2**30
 LAYOUT = window_layout((), has_states=True)
@@ -579,3 +579,33 @@ def save_of(engine, worker, request, group_ids):
                 return job
         engine.apply(worker, worker.finish())
     raise AssertionError("no such save")
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_a_checkpoint_is_the_probe_where_all_chunks_are_in_the_host_tier(has_states: bool) -> None:
+    """The same prompts again and again: nothing else is saved that could show that saves work."""
+    settings: dict[str, Any] = {"breaker_failures": 3, "breaker_retry_s": 5.0}
+    engine = state_engine(**settings) if has_states else WindowEngine((9,), **settings)
+    breaker = tier_context(engine.scheduler).breakers[Direction.SAVE]
+    worker, prompts, fails = engine.workers[0], [tokens(33, start=100 * i) for i in range(3)], True
+
+    def settle() -> None:
+        for _ in range(20):
+            engine.step()
+            for job, _ in list(worker.in_flight):
+                is_piece = all(part.group_id for part in job.parts)
+                engine.apply(worker, worker.finish(1, fail=fails and is_piece and job.kind is JobKind.SAVE))
+
+    def serve_all(name: str) -> int:
+        engine.clock.now_s += 60
+        return sum(engine.serve(f"{name}{i}", prompt) for i, prompt in enumerate(prompts))
+
+    engine.settle = settle  # type: ignore[method-assign]
+    assert serve_all("a") == serve_all("b") == 0
+    assert not breaker.closed
+    fails = False
+    for i in range(6):
+        serve_all(f"c{i}-")
+    assert breaker.closed
+    assert serve_all("d") == 3 * 32
+    assert engine.scheduler.stats().num_checkpoints == 3

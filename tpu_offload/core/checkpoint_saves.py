@@ -150,7 +150,9 @@ class CheckpointSaves:
         batch = _Batch(self._groups)
         try:
             for request, tail in tails:
-                saved = self._begin(request, tail, room - batch.num_chunks) if self._breaker.closed else None
+                # Unless the breaker is closed, one is the probe: else only a chunk that is not saved yet would be.
+                may_save = self._breaker.closed or (not batch.request_ids and self._breaker.admits(_ACCOUNT))
+                saved = self._begin(request, tail, room - batch.num_chunks) if may_save else None
                 if saved is None:
                     self._counts.num_dropped_checkpoints += 1
                     continue

@@ -952,3 +952,38 @@ def test_while_nothing_can_be_deleted_no_record_is_given_up():
         engine.clock.now_s += 1000.0
     engine.rest()
     assert set(engine.workers[0].storage) == set(records.stored)
+
+
+def test_a_tier_full_of_refused_records_is_of_use_again_after_an_outage():
+    """Nothing else is to be deleted, so one of them is the probe that closes the breaker of deletions."""
+    engine = StorageEngine(
+        num_host_chunks=9, num_storage_chunks=4, job_timeout_s=8.0, breaker_failures=3, breaker_retry_s=5.0
+    )
+    worker, planner = engine.workers[0], storage_planner(engine.scheduler)
+    records, breaker = planner.records, planner.writes.deletions.breaker
+    engine.fill(prompt(1, num_blocks=4))
+    worker.undeletable = set(worker.storage)
+    for i in range(4):
+        engine.fill(prompt(2 + i, num_blocks=4))
+    assert len(records.undeletable) == 4
+    assert records.room == 0
+    worker.frozen = {0}
+    while breaker.closed:
+        engine.clock.now_s += 9.0
+        engine.turn()
+    assert not records.to_delete
+    worker.frozen = set()
+    for _ in range(20):  # the tier answers, and refuses
+        engine.clock.now_s += 330
+        was_closed = breaker.closed
+        assert len(tried(engine)) <= (8 if was_closed else 1)
+    assert breaker.closed
+    assert len(records.undeletable) == 4
+    worker.undeletable = set()
+    for _ in range(4):
+        engine.clock.now_s += 330
+        engine.turn()
+    assert not records.undeletable
+    engine.fill(prompt(9, num_blocks=4))
+    engine.fill(prompt(9, num_blocks=4))
+    assert len(stored(engine)) == 4

@@ -50,12 +50,14 @@ class Deletions:
     def plan(self, now_s: float) -> None:
         """Plans one batch at a time, which bounds how many deletions are retried after a failure."""
         records = self._records
-        refused = records.undeletable if now_s >= self._retry_at_s and self.breaker.closed else ()
+        # Where nothing else is to be deleted, one of them is the probe that closes the breaker.
+        may_retry = now_s >= self._retry_at_s and (self.breaker.closed or not records.to_delete)
+        refused = records.undeletable if may_retry else ()
         if not (records.to_delete or refused) or records.num_deleting or not self.breaker.admits(ACCOUNT):
             return
         num = min(len(records.to_delete), _MAX_DELETES if self.breaker.closed else 1)
         deleted = [records.to_delete.popitem(last=False)[0] for _ in range(num)]
-        again = list(itertools.islice(refused, _MAX_TRIED_AGAIN))
+        again = list(itertools.islice(refused, _MAX_TRIED_AGAIN if self.breaker.closed else 1))
         for name in again:
             del records.undeletable[name]
         self._tried_again = set(again)
