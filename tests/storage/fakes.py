@@ -196,8 +196,9 @@ class StorageEngine(FakeEngine):
             "num_cpu_chunks": num_host_chunks,
             "save_path": "direct",
             "load_path": "direct",
+            "policy": LRUPolicy,
         }
-        super().__init__(workers=workers, policy=LRUPolicy, num_blocks=64, **(defaults | settings))
+        super().__init__(workers=workers, num_blocks=64, **(defaults | settings))
 
     def hashes(self, prompt: list[int]) -> list[BlockHash]:
         hashes: list[BlockHash] = []

@@ -113,7 +113,12 @@ class _Replay:
             for tier, num_above in zip(setup.storage, above, strict=False)
         ]
         self._demotes = any(tier.demotes for tier in self._storage)
-        self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
+        self._host = Tier(
+            policy,
+            num_chunks=min(setup.num_chunks, len(trace.keys)),
+            record=self._demotes,
+            is_stored=self._is_stored if self._storage and not self._demotes else None,
+        )
         # Of half of the host tier an equal share is for the promotions of each tier.
         self._most_read = min(MAX_PROMOTIONS, setup.num_chunks // (2 * max(1, len(setup.storage))))
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
@@ -162,8 +167,10 @@ class _Replay:
         """How many leading chunks storage has, as a policy is told: 0 if a tier takes what the host tier evicts."""
         if self._demotes:
             return 0
-        has = (any(key in tier for tier in self._storage) for key in keys)
-        return sum(itertools.takewhile(bool, has))
+        return sum(itertools.takewhile(bool, map(self._is_stored, keys)))
+
+    def _is_stored(self, key: ChunkKey) -> bool:
+        return any(key in tier for tier in self._storage)
 
     def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:
         """Promotes what follows in storage, run by run, and counts the hits; returns how far the host tier has it.

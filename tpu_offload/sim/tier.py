@@ -1,6 +1,6 @@
 """The simulated host tier: the library's own chunk index, called in the same order as by its scheduler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
@@ -16,10 +16,20 @@ class Tier:
       policy: decides which chunk is evicted.
       num_chunks: capacity.
       record: whether `take_evicted` will be called.
+      is_stored: whether storage has a chunk, which the policy may ask.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, num_chunks: int, record: bool = False) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        *,
+        num_chunks: int,
+        record: bool = False,
+        is_stored: Callable[[ChunkKey], bool] | None = None,
+    ) -> None:
         self._index = ChunkIndex(policy, record=record)
+        if is_stored is not None:
+            self._index.on_evict_ask(is_stored)
         self._index.grow(Pool.CHUNKS, num_chunks)
         self._on_the_way: list[tuple[Use, Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0

@@ -135,12 +135,18 @@ def test_touch_skips_chunks_that_are_not_resident(policy, residents) -> None:
 
 @pytest.mark.parametrize("priorities", [(0,), (0, 1), (-3, 5, 100)], ids=str)
 @pytest.mark.parametrize("size", [0, 3, 40])
-def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, priorities) -> None:
+@pytest.mark.parametrize("has_storage", [False, True])
+def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, has_storage, size, priorities) -> None:
     """And a batch evicts exactly the requested number while that many can be evicted, whatever the tier's size."""
     rng = random.Random(0)
     lost: dict[ChunkKey, bytes | None] = {}
+    stored: set[ChunkKey] = set()
+    if has_storage:
+        residents.is_stored = stored.__contains__
     for i in range(600):
         known = sorted(residents.parents)
+        if has_storage:
+            stored ^= {key for key in known if rng.random() < 0.2}
         what = rng.random()
         use = new_use(rng.choice(priorities))
         back = next((key for key, parent in lost.items() if parent is None or parent in residents), None)

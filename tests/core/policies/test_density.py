@@ -1,5 +1,6 @@
 """What the default policy keeps, and what it costs."""
 
+import functools
 import gc
 import random
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from tests.core.policies.traffic import Tier, chain, conversations, questions
 from tests.grids import few
 from tests.inside.policy import lifetimes_of, prompt_ends, run_queues, run_table, tracked_runs
 from tests.opcodes import num_opcodes
-from tpu_offload.core.policies import POLICIES, Use, density
+from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use, density
 from tpu_offload.core.policies.base import STORAGE_WORTH
 from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.runs import Run
@@ -446,6 +447,106 @@ def test_what_storage_has_is_kept_less_than_what_no_tier_has() -> None:
         told += worth_above_storage(Tier(DensityPolicy(), 400).serve, prompts, num_stored=1200)
         untold += worth_above_storage(lambda p, num_in_storage, t=tier: t.serve(p), prompts, num_stored=1200)
     assert told > 1.007 * untold
+
+
+# --- what storage has, too ------------------------------------------------------------------------
+
+
+def inserted(residents: FakeResidents, *runs: list[ChunkKey], make=DensityPolicy) -> EvictionPolicy:
+    """A policy with these runs, oldest first, each used once; storage has what the test says it has."""
+    policy = make()
+    policy.resize(1000)
+    for run in runs:
+        residents.add(run)
+        policy.insert(new_use(), run, None, 0)
+    return policy
+
+
+@pytest.mark.parametrize("make", [DensityPolicy, functools.partial(PriorityPolicy, DensityPolicy)])
+def test_of_equals_those_that_storage_has_go_first(make) -> None:
+    residents = FakeResidents()
+    policy = inserted(residents, *(chunk_keys(f"{i}") for i in range(9)), make=make)
+    residents.is_stored = set(chunk_keys("2 3 6")).__contains__
+    policy.evict(2, residents)
+    policy.evict(4, residents)
+    assert residents.evicted == chunk_keys("2 3 6 0 1 4")
+
+
+def test_with_priorities_each_level_knows_what_storage_has() -> None:
+    residents = FakeResidents()
+    policy = PriorityPolicy(DensityPolicy)
+    policy.resize(1000)
+    for priority, names in ((1, "a b c d"), (0, "e f g")):
+        for key in chunk_keys(names):
+            residents.add([key])
+            policy.insert(new_use(priority), [key], None, 0)
+    residents.is_stored = set(chunk_keys("c f")).__contains__
+    for _ in range(7):
+        policy.evict(1, residents)
+    assert residents.evicted == chunk_keys("f e g c a b d")
+
+
+def test_of_a_run_that_storage_has_in_part_only_that_part_goes_first() -> None:
+    residents = FakeResidents()
+    policy = inserted(residents, chunk_keys("a0 a1 a2"), chunk_keys("b0 b1 b2 b3"), chunk_keys("c0"))
+    residents.is_stored = set(chunk_keys("a0 b2 b3 c0")).__contains__
+    policy.evict(5, residents)
+    assert residents.evicted == chunk_keys("b3 b2 c0 a2 a1"), "the head of a run follows its tail"
+    policy.evict(5, residents)
+    assert residents.evicted[5:] == chunk_keys("a0 b1 b0")
+    assert not residents.parents
+
+
+def test_what_storage_has_lost_does_not_count() -> None:
+    residents, stored = FakeResidents(), set(chunk_keys("b e"))
+    policy = inserted(residents, *(chunk_keys(name) for name in "abcdef"))
+    residents.is_stored = stored.__contains__
+    policy.evict(1, residents)
+    assert residents.evicted == chunk_keys("b")
+    stored.clear()
+    policy.evict(5, residents)
+    assert residents.evicted[1:] == chunk_keys("a c d e f")
+
+
+def test_what_storage_takes_late_counts_from_the_next_use() -> None:
+    """A chunk is asked for once, when it would be the next victim. Until it is used it keeps the place it got then."""
+    residents, stored = FakeResidents(), set[ChunkKey]()
+    policy = inserted(residents, *(chunk_keys(name) for name in "abcdef"))
+    residents.is_stored = stored.__contains__
+    policy.evict(1, residents)
+    stored |= set(chunk_keys("d e"))
+    policy.touch(new_use(), chunk_keys("d"), 1, residents)
+    policy.touch(new_use(), chunk_keys("f"), 1, residents)
+    policy.evict(1, residents)
+    assert residents.evicted == chunk_keys("a b")
+    for key in chunk_keys("c e"):
+        policy.touch(new_use(), [key], 1, residents)
+    policy.evict(4, residents)
+    assert residents.evicted[2:] == chunk_keys("d e f c")
+
+
+def test_a_chunk_of_much_more_use_stays_though_storage_has_it() -> None:
+    tier = Tier(DensityPolicy(), 100)
+    often = chain("often", 10)
+    tier.serve_all([often] * 5)
+    stored = set(often)
+    tier.index.on_evict_ask(stored.__contains__)
+    tier.serve_all([chain(f"new {i}", 5) for i in range(30)])
+    assert tier.num_kept(often) == 10
+
+
+def test_asks_for_few_chunks_what_storage_has() -> None:
+    tier, num_asked = Tier(DensityPolicy(), 5000), 0
+
+    def is_stored(key: ChunkKey) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return key[0] % 2 == 0
+
+    tier.index.on_evict_ask(is_stored)
+    tier.serve_all(conversations(random.Random(0), 6000, users=500))
+    assert tier.index.num_evicted > 10_000
+    assert num_asked / tier.index.num_evicted < 3
 
 
 # --- cost -----------------------------------------------------------------------------------------

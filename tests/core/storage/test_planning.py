@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.storage.lives import live
 from tests.storage.memory_tier import NAME
 from tpu_offload import ConfigError, JobResult, JobState, MatchState, OffloadConfig, OffloadScheduler, StepReport
 from tpu_offload.core.index import ChunkState
+from tpu_offload.core.policies import DensityPolicy
 from tpu_offload.types import STORAGE_WRITES, CopyJob, JobKind
 
 A, B, C = prompt(1), prompt(2), prompt(3)
@@ -968,7 +970,7 @@ def test_a_tier_full_of_refused_records_is_of_use_again_after_an_outage():
     assert len(records.undeletable) == 4
     assert records.room == 0
     worker.frozen = {0}
-    while breaker.closed:
+    while not breaker.num_opened:
         engine.clock.now_s += 9.0
         engine.turn()
     assert not records.to_delete
@@ -987,3 +989,29 @@ def test_a_tier_full_of_refused_records_is_of_use_again_after_an_outage():
     engine.fill(prompt(9, num_blocks=4))
     engine.fill(prompt(9, num_blocks=4))
     assert len(stored(engine)) == 4
+
+
+@pytest.mark.parametrize("case", ["", "suspended", "written on eviction", "never waits", "reads are slow"])
+def test_the_host_tier_evicts_first_what_storage_has(case):
+    """By density, among equals; not what could not be read, or where nothing is lost by an eviction."""
+    settings: dict[str, dict[str, Any]] = {
+        "written on eviction": {"storage_write_on": "eviction"},
+        "never waits": {"storage_wait_s": 0.0},
+        "reads are slow": {"load_mode": "recompute"},
+    }
+    engine = StorageEngine(num_host_chunks=6, policy=DensityPolicy, **settings.get(case, {}))
+    prompts = [prompt(i, num_blocks=1) for i in range(6)]
+    for one in prompts:
+        engine.fill(one)
+    planner = storage_planner(engine.scheduler)
+    for key in engine.keys(prompts[0]) + engine.keys(prompts[1]):
+        planner.records.forget(key)
+    engine.rest()
+    if case == "suspended":
+        breaker = planner.reads.breaker
+        while not breaker.num_opened:
+            breaker.failed(0, "a test")
+    engine.match("again", prompts[3])
+    engine.fill(prompt(6, num_blocks=2))
+    kept = [i for i, one in enumerate(prompts) if states(engine, one) == [ChunkState.READY]]
+    assert kept == ([2, 3, 4, 5] if case else [0, 1, 4, 5])

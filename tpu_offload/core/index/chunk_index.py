@@ -163,6 +163,10 @@ class ChunkIndex:
         assert self._on_evict is None, "a second callback for evictions"
         self._on_evict = call
 
+    def on_evict_ask(self, is_stored: Callable[[ChunkKey], bool]) -> None:
+        """Registers whether storage has a chunk, too, which the policy may ask; see `Residents`."""
+        self._evictor.is_stored = is_stored
+
     def on_checkpoints(self, *, ready: Callable[[Checkpoint], None], evict: Callable[[Checkpoint], None]) -> None:
         """Registers the callbacks for checkpoints, see `CheckpointTable`."""
         self.checkpoints.on_ready, self.checkpoints.on_evict = ready, evict

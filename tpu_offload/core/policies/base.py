@@ -1,7 +1,7 @@
 """The contract of eviction policies, and what they see of the resident chunks."""
 
 import abc
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import ClassVar, Final, final
 
 from tpu_offload.core.chunk_table import Entries
@@ -74,7 +74,14 @@ class Use:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Residents(abc.ABC):
-    """The resident chunks as a policy may see and evict them. The chunk index implements it."""
+    """The resident chunks as a policy may see and evict them. The chunk index implements it.
+
+    Attributes:
+      is_stored: whether storage has a resident chunk, too, so that its eviction loses less. O(1). None without storage,
+        where a storage tier takes what this tier evicts, and for models with windows or states.
+    """
+
+    is_stored: Callable[[ChunkKey], bool] | None = None
 
     @abc.abstractmethod
     def __contains__(self, key: ChunkKey) -> bool:

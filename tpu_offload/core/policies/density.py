@@ -9,7 +9,8 @@ once that follow them, are told apart while that matters; so are those that begi
 long documents that never return is not like chats. The time to the next use of each class is learned from all runs,
 including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
 
-The victim is the tail of the run whose class and age have the lowest value (see `runs`).
+The victim is the tail of the run whose class and age have the lowest value (see `runs`). Of those that storage has as
+well, evicting one loses less, so they go before others of twice their value.
 
 The last chunk of a prompt may be a special case: where it holds a few last tokens (as in traces), or text that only
 this prompt ends with, the next prompt continues without it. How often that happens is learned too; where it is the
@@ -36,7 +37,7 @@ from tpu_offload.core.policies.run_classes import (
     shortest_interval,
 )
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
-from tpu_offload.core.policies.runs import Run, RunQueues
+from tpu_offload.core.policies.runs import Run, RunQueues, num_alike, num_common
 from tpu_offload.types import ChunkKey
 
 TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
@@ -106,7 +107,7 @@ class DensityPolicy(EvictionPolicy):
                 continue
             num = len(run.keys)
             if num > 1 and (num > num_chunks - i or run.keys[-1] != keys[i + num - 1]):
-                num = _num_common(run, keys, i, num_chunks)
+                num = num_common(run, keys, i, num_chunks)
             if use_id > run.use_id:
                 if run.depth < use.num_in_hbm < run.depth + num:
                     num = use.num_in_hbm - run.depth
@@ -217,7 +218,7 @@ class DensityPolicy(EvictionPolicy):
             else:
                 if run.keys[0] != keys[i]:  # the chunks before it in its run are resident by now
                     run = self._split(run, run.keys.index(keys[i]))
-                end = i + _num_common(run, keys, i, num_keys)
+                end = i + num_common(run, keys, i, num_keys)
                 if use.is_request:
                     run = self._use(run, end - i, keys, end, use)
                 else:  # no use: its lifetime goes on
@@ -389,6 +390,7 @@ class DensityPolicy(EvictionPolicy):
     def _evict_in_order(self, num_chunks: int, residents: Residents) -> list[Run]:
         """Returns the runs that cannot be evicted now, to be placed again."""
         kept: list[Run] = []
+        is_stored = residents.is_stored
         while num_chunks and (queue := self._queues.least()) is not None:
             run, ticket = queue[0]
             if run.ticket != ticket:
@@ -400,14 +402,22 @@ class DensityPolicy(EvictionPolicy):
                 continue
             num_resident, num_keys = run.num_resident, len(run.keys)
             tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
-            num_evicted, stopped_at = residents.evict_tail(tail, min(num_chunks, num_resident))
+            most = min(num_chunks, num_resident)
+            if is_stored is not None:
+                only_here = self._queues.is_for_only_here(run, queue)
+                if is_stored(tail) is only_here:
+                    queue.popleft()
+                    self._queues.place(run, only_here=not only_here)
+                    continue
+                most = num_alike(run, most, is_stored)
+            num_evicted, stopped_at = residents.evict_tail(tail, most)
             num_chunks -= num_evicted
             self._num_resident -= num_evicted
             if num_evicted and num_resident == num_keys:
                 self._tracked.append((run.number, run.life))
             run.num_resident -= num_evicted
-            if run.num_resident and not num_chunks:
-                break
+            if run.num_resident and (not num_chunks or num_evicted == most):
+                continue
             queue.popleft()
             run.ticket += 1
             if stopped_at is not None and residents.is_leaf(stopped_at):  # else those that follow it come first
@@ -427,19 +437,3 @@ def _place(run: Run, key: ChunkKey) -> int:
     """The index of a chunk in its run; mostly that of the last resident one."""
     last = max(0, run.num_resident - 1)
     return last if run.keys[last] == key else run.keys.index(key)
-
-
-def _num_common(run: Run, keys: Sequence[ChunkKey], first: int, end: int) -> int:
-    """The length of the common prefix of a run and `keys[first:end]`; at least one."""
-    ours = run.keys
-    most = min(len(ours), end - first)
-    if ours[most - 1] == keys[first + most - 1]:
-        return most
-    low, high = 1, most - 1  # a key depends on all chunks before it: once different, always different
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ours[middle - 1] == keys[first + middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

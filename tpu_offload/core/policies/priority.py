@@ -222,6 +222,7 @@ class _Level(Residents):
         self._level_of = policy._level_of
         self._level = level
         self._residents = residents
+        self.is_stored = residents.is_stored
         self.num_evicted = 0
 
     def _is_here(self, key: ChunkKey) -> bool:

@@ -4,13 +4,17 @@ Runs of one class whose lifetimes began in the same time slice share a queue. Th
 slice sorts the queues by the value of their runs. So the next victim is found without looking at all runs, and no run
 moves because it ages. Old slices are merged: the older they are, the coarser ages may be.
 
+Each run first awaits eviction as one that storage has, too. Whether it has its tail is asked when the run is the next
+victim; if not, the run goes to another queue of its class and slice, where it is worth more, and stays there until it
+is used.
+
 Until the next sort a heap has the queues with entries. A queue that was empty gets its first entry when a run that
 others followed becomes a leaf. That run is the next victim if its value is the lowest, so the queue joins the heap.
 """
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.core.chunk_table import Entries
@@ -22,6 +26,7 @@ MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops
 SLICES = 16  # while as many chunks are used as fit the tier
 LEARN_EVERY = 2048  # chunks used
 HALF_LIFE = 2**13  # runs
+ONLY_HERE = 2.0  # times what a run is worth that storage has, too, the value of one of its class and age that it lacks
 
 
 @final
@@ -105,7 +110,8 @@ class TimeSlice:
       alive: chunks of each class whose lifetimes began in it and still run.
       num_alive: the sum of these.
       begun: the sum of the times when they began.
-      queues: the runs that await eviction, by class or part. Most classes have none in most slices.
+      queues: the runs that await eviction, by class or part, and after all these numbers those that storage lacks,
+        likewise. Most classes have none in most slices.
       first: when the queues were last sorted, the number of its first queue, and
       first_density: where the values of the runs in its queues begin in `Lifetimes.densities`.
       merged: the later slice that it was merged into.
@@ -280,20 +286,33 @@ class RunQueues:
 
     def is_in(self, run: Run, queue: Queue) -> bool:
         """Whether the run would be placed in this queue now; another one since parts differ, or no longer do."""
-        return self.slice_of(run).queues.get(self._queue_of[run.class_id]) is queue
+        place = self._queue_of[run.class_id]
+        queues = self.slice_of(run).queues
+        return queues.get(place) is queue or queues.get(place + self.lifetimes.num_classes) is queue
 
-    def place(self, run: Run) -> None:
-        """Puts a run at the end of its queue, and nowhere else, to await eviction."""
+    def is_for_only_here(self, run: Run, queue: Queue) -> bool:
+        """Whether the queue, in which the run is, is for runs that storage lacks."""
+        return self.slice_of(run).queues.get(self._queue_of[run.class_id]) is not queue
+
+    def place(self, run: Run, *, only_here: bool = False) -> None:
+        """Puts a run at the end of its queue, and nowhere else, to await eviction.
+
+        Args:
+          run: the run.
+          only_here: whether it is known that storage lacks it.
+        """
         run.ticket = ticket = run.ticket + 1
         time_slice = run.slice if run.slice.merged is None else self.slice_of(run)
         place = self._queue_of[run.class_id]
+        if only_here:
+            place += self.lifetimes.num_classes
         queue = time_slice.queues.get(place)
         if queue is None:
             queue = time_slice.queues[place] = deque()
         if not queue and self._ordered:
             number = time_slice.first + place
             self._queues[number] = queue
-            heapq.heappush(self._waiting, (self.lifetimes.densities[time_slice.first_density + place], number))
+            heapq.heappush(self._waiting, (self._value(time_slice.first_density, place), number))
         queue.append((run, ticket))
 
     def reorder(self) -> None:
@@ -310,7 +329,6 @@ class RunQueues:
             elapsed = elapsed if elapsed <= 2 * self._learn_every else 0
             self.lifetimes.learn(ages, alive, youngest=self._young, elapsed=elapsed)
             self._set_apart(self.lifetimes.parts_differ())
-        densities = self.lifetimes.densities
         queues: dict[int, Queue] = {}
         waiting: list[tuple[float, int]] = []
         first = 0
@@ -320,8 +338,8 @@ class RunQueues:
             for place, queue in time_slice.queues.items():
                 if queue:
                     queues[first + place] = queue
-                    waiting.append((densities[first_density + place], first + place))
-            first += self.lifetimes.num_classes
+                    waiting.append((self._value(first_density, place), first + place))
+            first += 2 * self.lifetimes.num_classes
         waiting.sort()  # so it is a heap
         self._queues, self._waiting = queues, waiting
 
@@ -359,6 +377,14 @@ class RunQueues:
     def _new_slice(self, start: int) -> TimeSlice:
         return TimeSlice(start, num_classes=self.lifetimes.num_classes)
 
+    def _value(self, first_density: int, place: int) -> float:
+        """What the runs in a queue are worth."""
+        num_classes = self.lifetimes.num_classes
+        densities = self.lifetimes.densities
+        if place < num_classes:
+            return densities[first_density + place]
+        return ONLY_HERE * densities[first_density + place - num_classes]
+
     def _set_apart(self, differ: list[bool]) -> None:
         """For each class whether its runs are placed in queues of their parts from now on."""
         self._queue_of = [i if differ[class_id] else class_id for i, class_id in enumerate(self._class_of)]
@@ -383,3 +409,29 @@ class RunQueues:
                 while queue and queue[0][0].ticket != queue[0][1]:
                     queue.popleft()
             time_slice.queues = {place: queue for place, queue in time_slice.queues.items() if queue}
+
+
+def num_common(run: Run, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+    """The length of the common prefix of a run and `keys[first:end]`; at least one."""
+    ours = run.keys
+    most = min(len(ours), end - first)
+    if ours[most - 1] == keys[first + most - 1]:
+        return most
+    low, high = 1, most - 1  # a key depends on all chunks before it: once different, always different
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[middle - 1] == keys[first + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def num_alike(run: Run, most: int, is_stored: Callable[[ChunkKey], bool]) -> int:
+    """How many of its last resident chunks, at most so many, storage has, or lacks, as it has or lacks the last one."""
+    last = run.num_resident - 1
+    has_last = most > 1 and is_stored(run.keys[last])
+    for i in range(1, most):
+        if is_stored(run.keys[last - i]) is not has_last:
+            return i
+    return most

@@ -65,9 +65,12 @@ class StorageStackPlanner:
         self._costs = context.costs
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._demoting = [tier for tier in self._tiers if tier.writes.demotes]
+        self._saves_time = True  # to read the last prompt, in place of computing it
         context.jobs.on_end(*STORAGE_JOBS, call=self._ended)
         if self._demoting:
             context.index.on_evict(self._note_evicted)
+        elif self._tiers and self._wait_s and not context.checkpoint_groups:
+            context.index.on_evict_ask(self._has)
         self._checkpoints: CheckpointPromotions | None = None
         if self._tiers and context.checkpoint_groups:
             self._checkpoints = CheckpointPromotions(context, self._tiers)
@@ -125,6 +128,7 @@ class StorageStackPlanner:
         if end > first:
             recompute_s = self._costs.recompute_s(first * self._chunk_tokens, end * self._chunk_tokens)
             worth = self._costs.storage_worth(load_s, recompute_s, default=STORAGE_WORTH)
+            self._saves_time = worth > 0
             if first:
                 worth += (request.use.storage_worth - worth) * first / end
             request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
@@ -280,7 +284,16 @@ class StorageStackPlanner:
         for tier in self._tiers:
             tier.mark_slots_lost(first, end)
 
-    # What a tier knows of the others.
+    # What a tier, or the host tier, knows of the others.
+
+    def _has(self, key: ChunkKey) -> bool:
+        """Whether a chunk is of use in storage, too, so that the host tier loses less by evicting it."""
+        if not self._saves_time:
+            return False
+        for tier in self._tiers:  # noqa: SIM110 - for each chunk that the host tier evicts
+            if tier.may_read(key):
+                return True
+        return False
 
     def estimate(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[int, float | None]:
         """How far from `first` on, at most to `end`, the tiers together have a prefix, and seconds to read it.
