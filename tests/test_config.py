@@ -496,3 +496,11 @@ def test_invalid_arguments_are_refused_with_one_line(environ, overrides, error):
         OffloadConfig.from_env(environ, overrides=overrides)
     assert error in str(e.value)
     assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("field", ["host_gb", "num_cpu_chunks", "storage_wait_s", "storage_gb", "save_path"])
+def test_true_is_no_number(field):
+    """In JSON it is easily written for what is a switch in another library."""
+    with pytest.raises(ConfigError, match=f"^{field}=True: expected a number or text, not true or false"):
+        OffloadConfig.from_env({}, overrides={field: True})
+    assert OffloadConfig.from_env({}, overrides={"decode_save": True, "sync_load": False}).decode_save

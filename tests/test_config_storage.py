@@ -81,6 +81,18 @@ def test_what_does_not_match_is_one_line(settings, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("storage_options", "/cache"), ("storage_write_on", "save"), ("storage_eviction_policy", "lru")],
+)
+def test_what_is_set_for_tiers_that_are_not_there_is_warned_about(field, value, caplog):
+    assert not from_env(**{field: value}).has_storage
+    assert f"TPU_OFFLOAD_{field.upper()} is set but not used: TPU_OFFLOAD_STORAGE_TIER is empty" in caplog.text
+    caplog.clear()
+    assert from_env(storage_tier="file", storage_options="/cache", num_storage_chunks="8").has_storage
+    assert not caplog.text
+
+
 def test_a_size_without_a_tier_and_one_below_a_chunk(caplog):
     assert not from_env(storage_gb="8").has_storage
     assert "TPU_OFFLOAD_STORAGE_GB is set but not used: TPU_OFFLOAD_STORAGE_TIER is empty" in caplog.text

@@ -84,6 +84,10 @@ def test_a_custom_policy_is_used():
         ({"host_gb": -1}, "host_gb=-1"),
         ({"load_path": "teleport"}, "load_path='teleport'"),
         ({"save_on": "never"}, "save_on='never'"),
+        (
+            {"blocks_per_chunk": 1000},
+            "TPU_OFFLOAD_BLOCKS_PER_CHUNK=1000: a chunk has ",
+        ),
         ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM has no connector hook before prefix-cache"),
         ({"save_on": "compute,preemption"}, "before preemption; unset it"),
     ],

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import pydantic
 from pydantic import Field
@@ -51,6 +51,14 @@ _MAX_AUTO_SWAP_BLOCKS = 2**22
 # Fields that set the same size in different units; at most one of each tuple may be set.
 _STAGING_SIZES = ("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb")
 _HOST_SIZES = ("num_cpu_chunks", "host_gb")
+_OF_STORAGE_TIERS = (
+    "storage_options",
+    *STORAGE_SIZES,
+    "storage_write_on",
+    "storage_admission",
+    "storage_eviction_policy",
+    "max_storage_gb_in_flight",
+)
 
 
 # The description of each field is its row in the README table; a test compares them.
@@ -335,17 +343,21 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator(
         "storage_tier",
-        "storage_options",
-        *STORAGE_SIZES,
-        "storage_write_on",
-        "storage_admission",
-        "storage_eviction_policy",
-        "max_storage_gb_in_flight",
+        *_OF_STORAGE_TIERS,
         mode="before",
     )
     @classmethod
     def _split_tiers(cls, value: Any) -> Any:
         return split_per_tier(value)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """JSON has true where a switch is meant; it is no number."""
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and wanted is not bool and bool not in get_args(wanted):
+            raise ValueError("expected a number or text, not true or false")
+        return value
 
     @pydantic.field_validator("save_on")
     @classmethod
@@ -461,8 +473,9 @@ class OffloadConfig(pydantic.BaseModel):
                 "%s is set but not used: neither %s nor %s is auto",
                 *map(env_name, ("copy_profile", "save_path", "load_path")),
             )
-        for field in STORAGE_SIZES:
-            if getattr(self, field) and not self.storage_tier:
+        of_tiers = () if self.storage_tier else _OF_STORAGE_TIERS
+        for field in of_tiers:
+            if field in self.model_fields_set and getattr(self, field):
                 _logger.warning("%s is set but not used: %s is empty", env_name(field), env_name("storage_tier"))
 
     def path_for(self, direction: Direction) -> CopyPath:

@@ -129,6 +129,13 @@ def _problems_of_settings(vllm_config: "VllmConfig", config: OffloadConfig) -> I
             f"swap_gb={config.swap_gb}: vLLM recomputes preempted requests and cannot swap them; unset "
             "TPU_OFFLOAD_SWAP_GB, and set TPU_OFFLOAD_DECODE_SAVE=1 to have their blocks in the host tier"
         )
+    longest = vllm_config.model_config.max_model_len
+    chunk_tokens = config.blocks_per_chunk * vllm_config.cache_config.block_size
+    if config.blocks_per_chunk > 1 and chunk_tokens > longest:
+        yield (
+            f"TPU_OFFLOAD_BLOCKS_PER_CHUNK={config.blocks_per_chunk}: a chunk has {chunk_tokens} tokens and a prompt "
+            f"at most {longest} (max_model_len), so nothing would be saved; set it to far less, or unset it"
+        )
     hooks = [hook for event, hook in _MISSING_HOOKS.items() if event in config.save_on]
     if hooks:
         yield (

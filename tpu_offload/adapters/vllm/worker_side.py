@@ -152,13 +152,17 @@ class WorkerSide:
             nbytes = layout.state_group.block_nbytes // layout.num_shards
             states = f", states of {nbytes} bytes per device, {worker.num_host_states} in the host tier"
         _logger.info(
-            "blocks of %d tokens and %d bytes per device, %d chunks in the host tier%s, saves %s, loads %s",
+            "blocks of %d tokens and %d bytes per device, %d chunks (%d tokens) in the host tier%s, %s saved, saves "
+            "%s, loads %s, storage: %s",
             layout.block_size,
             layout.block_nbytes_per_device,
             worker.num_host_chunks,
+            worker.num_host_chunks * config.blocks_per_chunk * layout.block_size,
             states,
+            "prompts and answers are" if config.decode_save else "prompts are",
             config.save_path.value,
             config.load_path.value,
+            ", ".join(config.storage_tier) or "none",
         )
 
     @property
