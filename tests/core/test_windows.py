@@ -599,3 +599,16 @@ def test_a_layout_whose_block_tables_have_no_null_block_is_refused() -> None:
         OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), layout)
     OffloadScheduler(OffloadConfig.create(num_cpu_chunks=0), layout)
     OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8), dataclasses.replace(layout, null_block=-1))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "path", "is_said"), [(19, "staged", True), (20, "staged", False), (19, "direct", False)]
+)
+def test_a_staging_buffer_that_is_smaller_than_the_windows_is_warned_about(num_blocks, path, is_said, caplog) -> None:
+    """Two windows of 41 tokens take 20 blocks together, and a checkpoint is saved at once."""
+    settings: dict[str, Any] = {"save_path": path, "load_path": path, "num_staging_blocks": num_blocks}
+    engine = WindowEngine((41, 41), num_blocks=400, **settings)
+    text = "the staging buffer has 19 blocks, and the windows of this model take 20 at each boundary"
+    assert (text in caplog.text) == is_said
+    found = [engine.serve(name, tokens(81), at_a_time=40) for name in "abcd"]
+    assert (found[-1] == 0) == is_said

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.config.environment import env_name
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.chunk_backoff import ChunkBackoff
@@ -197,6 +197,16 @@ def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
             there,
             needed // 2,
             needed,
+        )
+    staging = config.staging_blocks(layout)
+    if config.save_path is not CopyPath.DIRECT and sum(num_chunks) * size > staging:
+        _logger.warning(
+            "the staging buffer has %d blocks, and the windows of this model take %d at each boundary, which are saved "
+            "together: no hits; make it at least %d blocks (TPU_OFFLOAD_STAGING_BUFFER_TOKENS=%d)",
+            staging,
+            sum(num_chunks) * size,
+            2 * sum(num_chunks) * size,
+            2 * sum(num_chunks) * size * layout.block_size,
         )
     if any(layout.window_blocks(group) % size for group in layout.window_groups):
         _logger.warning(
