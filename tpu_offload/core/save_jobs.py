@@ -91,15 +91,17 @@ class SaveBatch:
 
     def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
         """Adds the chunks of these numbers, ascending, of one request."""
+        self.request_ids.append(request.request_id)
         if len(chunks) == blocks_per_chunk == 1:  # fast path: a request that generates
-            (first,) = chunks
+            first = chunks[0]
             self.block_ids.append(int(request.block_table[first]))
             self.keys.append(request.keys[first])
+            self.slots.append(slots[0])
+            self.uses.append(request.use)
         else:
             self._add_all(request, chunks, blocks_per_chunk)
-        self.slots += slots
-        self.uses += [request.use] * len(slots)
-        self.request_ids.append(request.request_id)
+            self.slots += slots
+            self.uses += [request.use] * len(slots)
 
     def _add_all(self, request: RequestState, chunks: Sequence[int], size: int) -> None:
         first, end, keys = chunks[0], chunks[-1] + 1, request.keys

@@ -512,7 +512,8 @@ class ChunkIndex:
     def _make_room(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts until this many slots are free, or nothing more can be evicted."""
         num_window = self.checkpoints.num_window_chunks
-        if num_window * sum(self._num_used) > self._slots.num_usable * self._num_used[1]:
+        used = self._num_used
+        if num_window and num_window * (used[0] + used[1]) > self._slots.num_usable * used[1]:
             self._evict_checkpoints(num_slots, protected)
         if num_slots > len(self._slots.free):
             self._evict_chunks(num_slots, protected)
