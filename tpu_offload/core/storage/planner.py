@@ -130,7 +130,11 @@ class StoragePlanner:
         """Whether a chunk is being written, or is stored and could be read now, or in the tier that would be asked."""
         if key not in self.records.stored:
             return key in self.records.writing
-        return self.records.is_shared or (self.reads.are_admitted and not self.reads.is_stalled(self._clock()))
+        return self.may_read_at(self._clock())
+
+    def may_read_at(self, now_s: float) -> bool:
+        """Whether what is stored could be read now, or the tier is the one that would be asked."""
+        return self.records.is_shared or (self.reads.are_admitted and not self.reads.is_stalled(now_s))
 
     @property
     def has_plans(self) -> bool:

@@ -24,6 +24,7 @@ from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.storage.checkpoint_promotions import CheckpointPromotions
 from tpu_offload.core.storage.jobs import STORAGE_JOBS
 from tpu_offload.core.storage.planner import StoragePlanner
+from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind, WorkerSetup
 
@@ -65,7 +66,8 @@ class StorageStackPlanner:
         self._costs = context.costs
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._demoting = [tier for tier in self._tiers if tier.writes.demotes]
-        self._saves_time = True  # to read the last prompt, in place of computing it
+        self._saves_time = True  # to read the last prompt of which a tier had something
+        self._readable: list[StoredRecords] = []  # of the tiers that could be read at the last match
         context.jobs.on_end(*STORAGE_JOBS, call=self._ended)
         if self._demoting:
             context.index.on_evict(self._note_evicted)
@@ -132,6 +134,8 @@ class StorageStackPlanner:
             if first:
                 worth += (request.use.storage_worth - worth) * first / end
             request.use = request.use.replace(num_in_storage=end, storage_worth=worth)
+        now_s = self._clock()
+        self._readable = [t.records for t in self._tiers if self._saves_time and t.may_read_at(now_s)]
 
     def promote(self, request: RequestState) -> None:
         """Plans a promotion of the chunks after those that the request's last match found, from one tier.
@@ -288,10 +292,8 @@ class StorageStackPlanner:
 
     def _has(self, key: ChunkKey) -> bool:
         """Whether a chunk is of use in storage, too, so that the host tier loses less by evicting it."""
-        if not self._saves_time:
-            return False
-        for tier in self._tiers:  # noqa: SIM110 - for each chunk that the host tier evicts
-            if tier.may_read(key):
+        for records in self._readable:  # noqa: SIM110 - for each chunk that the host tier evicts
+            if key in records.stored or key in records.writing:
                 return True
         return False
 
