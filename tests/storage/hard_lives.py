@@ -90,6 +90,8 @@ class HardWorker(StorageWorker):
                 self._move(job, content, set(), fail=False)
                 for key, _ in job.chunks[-1:]:
                     self.storage[key] = TORN
+                for key, _ in job.chunks[: max(0, len(self.storage) - self.capacity)]:
+                    del self.storage[key]  # a tier holds no more, and the write had timed out: others took its room
                 break
         self.gone.update(self.storage)
         self.gone.update(key for job, _ in self.in_flight for key, _ in job.chunks)
@@ -179,6 +181,7 @@ class HardLife(Life):
         engine.use(engine.scheduler.take_update())
         for worker, results in zip(engine.workers, early, strict=True):
             worker.undelivered += results + worker.finish_some(rng, self.fault_rate)
+            assert len(worker.storage) <= worker.capacity, "a worker has more than storage has room for"
             if rng.random() < 0.8:
                 self._send(worker)
             if rng.random() < 0.8:

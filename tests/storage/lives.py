@@ -81,6 +81,7 @@ class Life:
             storage_write_on=rng.choices(["save", "eviction"], k=num),
             storage_admission=self.admissions,
             storage_eviction_policy=own.choices(["density", *POLICIES], k=num),
+            policy=own.choice([POLICIES["lru"], POLICIES["density"]]),
             load_mode=self.load_mode,
             save_wait_s=_WAIT_S,
             storage_wait_s=_WAIT_S,
