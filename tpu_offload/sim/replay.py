@@ -117,7 +117,7 @@ class _Replay:
             policy,
             num_chunks=min(setup.num_chunks, len(trace.keys)),
             record=self._demotes,
-            is_stored=self._is_stored if self._storage and not self._demotes else None,
+            is_stored=self._is_held if self._storage and not self._demotes else None,
         )
         # Of half of the host tier an equal share is for the promotions of each tier.
         self._most_read = min(MAX_PROMOTIONS, setup.num_chunks // (2 * max(1, len(setup.storage))))
@@ -167,10 +167,11 @@ class _Replay:
         """How many leading chunks storage has, as a policy is told: 0 if a tier takes what the host tier evicts."""
         if self._demotes:
             return 0
-        return sum(itertools.takewhile(bool, map(self._is_stored, keys)))
+        has = (any(key in tier for tier in self._storage) for key in keys)
+        return sum(itertools.takewhile(bool, has))
 
-    def _is_stored(self, key: ChunkKey) -> bool:
-        return any(key in tier for tier in self._storage)
+    def _is_held(self, key: ChunkKey) -> bool:
+        return any(tier.holds(key) for tier in self._storage)
 
     def _read_storage(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, in_host: int) -> int:
         """Promotes what follows in storage, run by run, and counts the hits; returns how far the host tier has it.

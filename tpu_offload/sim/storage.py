@@ -77,6 +77,10 @@ class StorageTier:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._order.stored
 
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether the host tier loses less by evicting a chunk, see `EvictionOrder`."""
+        return self._order.holds(key)
+
     @property
     def has_plans(self) -> bool:
         """Whether `write` would write something."""

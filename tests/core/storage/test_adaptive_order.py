@@ -534,3 +534,19 @@ def test_any_order_of_calls(seed, num_expected):
     num_left = len(order.stored)
     assert len(order.evict(capacity, ())) == num_left
     assert not order.stored, "a chunk that nothing evicts"
+
+
+def test_the_host_tier_reckons_with_what_both_orders_hold():
+    """Newest first keeps the oldest four, and lru the newest four, so both hold two of six at most."""
+    order = make_with(NewestFirstPolicy, 4)
+    tiers = Tiers(order, 4)
+    prompts = [prefix(f"{i}") for i in range(5)]
+    for keys in prompts[:4]:
+        tiers.serve(keys)
+    assert all(order.holds(keys[0]) for keys in prompts[:4])
+    tiers.serve(prompts[4])
+    assert order.followed == "lru"
+    assert [keys[0] in order.stored for keys in prompts] == [False, True, True, True, True]
+    assert [order.holds(keys[0]) for keys in prompts] == [False, True, True, False, True]
+    order.remove(prompts[1][0])
+    assert not order.holds(prompts[1][0])

@@ -77,6 +77,13 @@ class AdaptiveOrder(EvictionOrder):
         """See the class."""
         return self._followed.name
 
+    def holds(self, name: ChunkKey) -> bool:
+        """See the base class. By both orders: else the host tier would come to complement the one that is followed.
+
+        That one would find more of what the host tier lacks, whichever it is, and the other would never be followed.
+        """
+        return name in self._names and name in self._first.order.stored and name in self._second.order.stored
+
     def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
         """See the base class. O(keys)."""
         if num_above < len(keys):

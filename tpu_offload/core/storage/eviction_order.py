@@ -74,6 +74,10 @@ class EvictionOrder(abc.ABC):
           most: how many of those that it has not it would write, the first ones.
         """
 
+    def holds(self, name: ChunkKey) -> bool:
+        """Whether a chunk is stored, and the host tier may reckon with that when it evicts."""
+        return name in self.stored
+
     def begin(self, use: Use, keys: Sequence[ChunkKey], num_above: int) -> None:
         """A request uses this prefix, before anything of it is read or written.
 

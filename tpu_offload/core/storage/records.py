@@ -160,6 +160,10 @@ class StoredRecords:
         stored = self._order.stored
         return all(map(stored.__contains__, names))
 
+    def holds(self, name: ChunkKey) -> bool:
+        """Whether a chunk is stored, or will be, so that the host tier loses less by evicting it; see the order."""
+        return self._order.holds(name) or name in self.writing
+
     def are_read(self, names: Iterable[ChunkKey]) -> bool:
         """Whether a job in flight reads any of these."""
         return not self.promoting.isdisjoint(names)

@@ -293,7 +293,7 @@ class StorageStackPlanner:
     def _has(self, key: ChunkKey) -> bool:
         """Whether a chunk is of use in storage, too, so that the host tier loses less by evicting it."""
         for records in self._readable:  # noqa: SIM110 - for each chunk that the host tier evicts
-            if key in records.stored or key in records.writing:
+            if records.holds(key):
                 return True
         return False
 
