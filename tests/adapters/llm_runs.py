@@ -175,6 +175,7 @@ class EngineRun:
             "tokens": [list(o.outputs[0].token_ids) for o in outputs],
             "cached": [o.num_cached_tokens or 0 for o in outputs],
             "finish": [o.outputs[0].finish_reason for o in outputs],
+            "prompt_logprobs": [_by_position(o.prompt_logprobs) for o in outputs],
         }
 
     def sample(self, prompts: list[list[int]], seed: int, **sampling: Any) -> dict[str, Any]:
@@ -225,6 +226,7 @@ class EngineRun:
         engine = self._llm.llm_engine
         ids = [self._add_request(prompt, sampling) for prompt in prompts]
         tokens: list[list[int]] = [[] for _ in ids]
+        prompt_logprobs: list[Any] = [None for _ in ids]
         seen: list[list[str]] = [[] for _ in ids]
         due = {int(i): status for i, status in abort.items()}
         aborted, preempt_at, pausing = [], list(preempt_at), False
@@ -259,7 +261,14 @@ class EngineRun:
             for output in engine.step():
                 index = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
                 tokens[index] = list(output.outputs[0].token_ids)
-        return {"tokens": tokens, "aborted": aborted, "seen": seen, "hung": engine.has_unfinished_requests()}
+                prompt_logprobs[index] = _by_position(output.prompt_logprobs)
+        return {
+            "tokens": tokens,
+            "prompt_logprobs": prompt_logprobs,
+            "aborted": aborted,
+            "seen": seen,
+            "hung": engine.has_unfinished_requests(),
+        }
 
     def _add_request(self, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, str]:
         """Adds a request. Returns its id and the engine's id of it."""
@@ -433,9 +442,17 @@ def state_of_worker(worker: Any) -> dict[str, Any]:
     }
 
 
+def _by_position(logprobs: Any) -> list[list[tuple[int, float]]]:
+    """For each token of a prompt but the first: known tokens, of which it is the first, and their log probabilities."""
+    return [[(token, entry.logprob) for token, entry in entries.items()] for entries in (logprobs or ())[1:]]
+
+
 def _sampling(settings: dict[str, Any]) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
+    if "structured_outputs" in settings:
+        settings = settings | {"structured_outputs": StructuredOutputsParams(**settings["structured_outputs"])}
     return SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | settings)
 
 

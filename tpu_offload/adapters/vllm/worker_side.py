@@ -39,8 +39,10 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.adapters.vllm.cache_layout import describe_caches
+from tpu_offload.adapters.vllm.grammar_rows import GrammarRows
 from tpu_offload.adapters.vllm.hbm import check_worker_hbm
 from tpu_offload.adapters.vllm.messages import PlanMessage, PlanMessages, ReportMessage, ReportMessages
+from tpu_offload.adapters.vllm.prompt_logprobs import PromptLogprobs
 from tpu_offload.adapters.vllm.ranks import RankMessages
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import (
@@ -77,6 +79,7 @@ class WorkerSide:
         self._structure = jax.tree.structure(())  # of the runner's caches
         self._tokens: RunnerTokens | None = None
         self._stage: StageOutputs | None = None  # only of a pipeline stage
+        self._patches: list[PromptLogprobs | GrammarRows] = []
         self._message = PlanMessage(plan=StepPlan(step_id=0), idle=False)
         self._plan = StepPlan(step_id=0)
         self._idle = False
@@ -135,6 +138,7 @@ class WorkerSide:
             state_groups=state_groups(runner.kv_cache_config),
         )
         self._stage = StageOutputs(runner) if is_stage else None
+        self._patches = [PromptLogprobs(runner), GrammarRows(runner)] if config.patch_runner else []
         # With async scheduling and pipeline stages, further plans are made before a failure reaches the scheduler.
         self._num_steps_ahead = vllm_config.max_concurrent_batches - 1
         self._last_invalid_step_id = -1
@@ -285,6 +289,8 @@ class WorkerSide:
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
         worker, self._worker = self._worker, None
+        while self._patches:  # before the tokens: both wrap the same method
+            self._patches.pop().close()
         tokens, self._tokens = self._tokens, None
         if tokens is not None:
             tokens.close()
