@@ -28,7 +28,7 @@ def test_the_patches_apply(tmp_path):
                 shutil.copy(installed / name, tmp_path / name)
         done = subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=patch, text=True, capture_output=True)
         assert done.returncode == 0, f"{document.name}: {done.stderr}"
-    assert len(changed) == 2
+    assert len(changed) == 4
     for name in changed:
         text = (tmp_path / name).read_text()
         compile(text, name, "exec")

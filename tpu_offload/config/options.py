@@ -207,7 +207,8 @@ class OffloadConfig(pydantic.BaseModel):
     patch_runner: bool = Field(
         True,
         description="vLLM only. With async scheduling, tpu-inference 0.32 loses a token of preempted requests. 1 "
-        "restores it; 0 does not, and nothing of such a request is saved from that token on. Pipeline stages need 1.",
+        "restores it, and works around its other defects (docs/upstream); 0 does not, and nothing of such a request is "
+        "saved from that token on. Pipeline stages need 1.",
     )
     save_wait_s: float = Field(
         0.5,

@@ -97,6 +97,18 @@ KNOWN_FAULTS = (
     KnownFault(
         package="tpu-inference",
         versions=_RUNNER,
+        what="preempted requests send wrong prompt logprobs, which ends a server",
+        document="docs/upstream/tpu-inference-prompt-logprobs.md",
+    ),
+    KnownFault(
+        package="tpu-inference",
+        versions=_RUNNER,
+        what="structured outputs get the grammar masks of other requests",
+        document="docs/upstream/tpu-inference-grammar-rows.md",
+    ),
+    KnownFault(
+        package="tpu-inference",
+        versions=_RUNNER,
         what="pipeline stages drop what connectors report",
         document="docs/upstream/tpu-inference-stage-outputs.md",
         needs_patch=False,
