@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ CHUNKS = [(0, 4), (4, 4), (8, 1)]
 class Runner:
     """tpu-inference's own batch, and its own method that collects prompt logprobs, in place of a whole runner."""
 
+    patch: PromptLogprobs | None = None
+
     def __init__(self):
-        self.requests = {}
+        self.requests: dict[str, Any] = {}
         self.input_batch = InputBatch(4, 64, 64, False, 100, [16])
         self.persistent_batch_manager = PersistentBatchManager(
             self.requests, self.input_batch, {}, False, None, is_last_rank=True
@@ -39,7 +42,12 @@ class Runner:
           resumed: ids that were preempted.
           finished: ids.
         """
-        fields = {"mm_features": [], "pooling_params": None, "num_computed_tokens": 0, "lora_request": None}
+        fields: dict[str, Any] = {
+            "mm_features": [],
+            "pooling_params": None,
+            "num_computed_tokens": 0,
+            "lora_request": None,
+        }
         params = SamplingParams(prompt_logprobs=2)
         prompt = list(range(NUM_PROMPT))
         ids = [request_id for request_id, _, _ in cached]
@@ -92,7 +100,7 @@ class Runner:
 
     def run(self, request_id, chunks, num_outputs=0):
         """The steps of a prompt after its first, each collected before the next. Returns what vLLM gets."""
-        sent = {}
+        sent: dict[str, list[int]] = {}
         for i, (first, num_tokens) in enumerate(chunks):
             if i:
                 self.step(cached=[(request_id, first, num_outputs)])
