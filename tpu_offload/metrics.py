@@ -286,6 +286,11 @@ class OffloadStats:
         "chunks", "Records that a shared storage tier was asked for, because this engine does not know them."
     )
     found_storage_chunks: int = _counter("chunks", "How many of these it has, with all that precede them.")
+    vanished_storage_chunks: int = _counter(
+        "chunks",
+        "Chunks taken for stored in a shared tier that were gone when it was asked again: evicted there, expired, or "
+        "lost by a restart. Those in host memory are written again.",
+    )
     num_failed_storage_lookups: int = _counter(
         "lookups", "Lookups in a shared storage tier that failed or were late. Should be 0; the log has the reason."
     )

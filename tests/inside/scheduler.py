@@ -142,6 +142,16 @@ def lookup_planner(planner: "StoragePlanner") -> "LookupPlanner":
     return planner.lookups
 
 
+def asks_again(planner: "StoragePlanner", job_id: int) -> bool:
+    """Whether this lookup in flight asks for what is known already, to confirm it."""
+    return planner.lookups._confirming == job_id
+
+
+def forget_confirmations(planner: "StoragePlanner") -> None:
+    """Nothing that counts as stored in a shared tier is confirmed any more, as after a long time."""
+    planner.confirmations._recent, planner.confirmations._before = set(), set()
+
+
 def write_candidates(planner: "StoragePlanner") -> "dict[ChunkKey, Use]":
     """The chunks of the host tier that are to be written to a storage tier, in order."""
     return planner.writes._candidates

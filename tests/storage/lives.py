@@ -13,10 +13,13 @@ from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE
 from tests.inside.scheduler import (
+    asks_again,
     chunk_index,
     current_namespace,
+    forget_confirmations,
     job_table,
     request_table,
+    storage_planner,
     storage_planners,
     storage_stack_planner,
     tier_context,
@@ -245,6 +248,8 @@ class _SharedLife(Life):
         self.num_asked: Counter[ChunkKey] = Counter()
         self.planned_s: dict[int, float] = {}  # of lookups
         self.was_reset = False
+        self.ages = random.Random(repr(rng.getstate()))  # so that `rng` draws what it drew without it
+        self.age_rate = self.ages.choice([0.0, 0.1, 0.5])
         self.names = [list(zip(self.engine.keys(p), self.engine.hashes(p), strict=True)) for p in self.prompts]
 
     def make_engine(self, **settings: Any) -> StorageEngine:
@@ -270,12 +275,17 @@ class _SharedLife(Life):
 
     def _arrive(self, name: str) -> None:
         self._change()
+        if self.ages.random() < self.age_rate:
+            forget_confirmations(storage_planner(self.engine.scheduler))
         super()._arrive(name)
 
     def _check_plan(self, plan: StepPlan) -> None:
         for job in plan.of(JobKind.LOOKUP):
             assert not self.was_reset, "nobody else has keys of this namespace"
             self.planned_s[job.job_id] = self.engine.clock.now_s
+            if asks_again(storage_planner(self.engine.scheduler), job.job_id):
+                assert all(len(prefix) == 1 for prefix in job.prefixes), "one that is gone hides those after it"
+                continue
             for prefix in job.prefixes:
                 self.num_asked.update(prefix)
         assert not any(job.deleted_keys for job in plan.jobs), "it may be another's"

@@ -222,7 +222,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
         for key in keys[:3000]:
             asker(tier).set(server_key(tier, key), b"x")
         trips: list[int] = []
-        num_before = calls_of(tier, "exists")
+        num_before = calls_of(tier, "touch")
         execute = asker(tier).exec
 
         def counted(batch, **options):
@@ -232,7 +232,7 @@ def test_a_long_prefix_takes_few_round_trips(server, monkeypatch):
         monkeypatch.setattr(asker(tier), "exec", counted)
         assert list(tier.find([keys, keys[:2900], [b"other", *keys]])) == [3000, 2900, 0]
         assert len(trips) <= 6
-        assert calls_of(tier, "exists") - num_before == sum(trips) < 200, "a request for each range, not for each key"
+        assert calls_of(tier, "touch") - num_before == sum(trips) < 200, "a request for each range, not for each key"
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
@@ -512,13 +512,50 @@ def test_passwords(tmp_path, caplog):
             url(server, f"&user=no&password_file={tmp_path}/right"), caplog
         )
         with opened(server, f"&password_file={tmp_path}/right") as tier:
-            for command in ("exists", "unlink", "get", "set", "info"):
+            for command in ("unlink", "get", "set", "info"):
                 rules = [">SECRET-right", "~tpu_offload:*", "+@all", f"-{command}"]
                 asker(tier).custom_command(["ACL", "SETUSER", f"no-{command}", "on", *rules])
-        for command in ("exists", "unlink", "get", "set", "info"):
+        for command in ("unlink", "get", "set", "info"):
             line = refused(url(server, f"&user=no-{command}&password_file={tmp_path}/right"), caplog)
             assert f"no permissions to run the '{command}' command" in line
     assert "SECRET" not in caplog.text
+
+
+@pytest.mark.parametrize("command", ["touch", "exists"])
+def test_one_of_two_commands_is_enough_for_lookups(server, tmp_path, caplog, command):
+    (tmp_path / "password").write_text("SECRET\n")
+    with opened(server) as tier:
+        rules = [">SECRET", "~tpu_offload:*", "+info", "+get", "+set", "+unlink", f"+{command}"]
+        asker(tier).custom_command(["ACL", "SETUSER", f"may-{command}", "on", *rules])
+        with opened(server, f"&user=may-{command}&password_file={tmp_path}/password") as other:
+            write(other, key_of(1), 1)
+            assert exists(other, [key_of(1), key_of(2)]) == [True, False]
+    lines = [line.getMessage() for line in caplog.records if "TOUCH" in line.getMessage()]
+    assert len(lines) == (command == "exists"), "it is said once"
+
+
+def test_a_user_who_loses_a_permission_looks_up_all_the_same(server, tmp_path, caplog):
+    (tmp_path / "password").write_text("SECRET\n")
+    with opened(server) as tier:
+        asker(tier).custom_command(["ACL", "SETUSER", "kv", "on", ">SECRET", "~tpu_offload:*", "+@all"])
+        with opened(server, f"&user=kv&password_file={tmp_path}/password") as other:
+            write(other, key_of(1), 1)
+            asker(tier).custom_command(["ACL", "SETUSER", "kv", "-touch"])
+            assert exists(other, [key_of(1), key_of(2)]) == [True, False]
+            asker(tier).custom_command(["ACL", "SETUSER", "kv", "-exists"])
+            with pytest.raises(OSError, match="no permissions to run the 'exists' command"):
+                exists(other, [key_of(1)])
+    assert caplog.text.count("may not TOUCH") == 1
+
+
+def test_a_lookup_counts_as_a_use(server):
+    with opened(server) as tier:
+        write(tier, key_of(1), 1)
+        name = server_key(tier, key_of(1))
+        while not asker(tier).object_idletime(name):
+            time.sleep(0.1)
+        assert exists(tier, [key_of(1)]) == [True]
+        assert asker(tier).object_idletime(name) == 0
 
 
 def test_a_password_that_the_server_does_not_need(server, tmp_path):

@@ -336,11 +336,12 @@ _STORAGE = Row(
         ),
         Panel(
             title="Lookups in shared tiers",
-            help="Records asked for and found, and lookups that failed, a second.",
+            help="Records asked for and found, and lookups that failed, a second. Gone: it was stored before.",
             unit=Unit.PER_S,
             queries=(
                 Query(rate("looked_up_storage_chunks"), "asked for"),
                 Query(rate("found_storage_chunks"), "found"),
+                Query(rate("vanished_storage_chunks"), "gone"),
                 Query(rate("num_failed_storage_lookups"), "failed"),
             ),
         ),

@@ -4,7 +4,7 @@ The first round trip asks, for all prefixes together, for the first key, the sec
 and for the last. The first of these that is missing bounds the answer: of a prefix that the server does not know at all
 nothing else is sent. The rest is exact, because a server evicts single keys: what is left of each prefix is divided
 into 16 ranges, one request counts the keys of each, and the first range that is incomplete is divided again. A prefix
-of n keys takes at most 2 + log16(n) round trips, and two if all of it is there.
+of n keys takes at most 2 + log16(n) round trips, two if all of it is there, and one if it has one or two keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,9 @@ def count_leading(
     for number, places in enumerate(probes):
         missing = [i for i, n in [(i, next(answers)) for i in places] if not n]
         end = missing[0] if missing else len(prefixes[number])
-        if end:
+        if end <= 2:  # both were asked for
+            found[number] = end
+        else:
             spans[number] = (0, end)
     while spans:
         ranges = {number: _divide(span) for number, span in spans.items()}

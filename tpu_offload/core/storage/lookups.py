@@ -8,6 +8,9 @@ shards. What all of them have counts as stored from then on, and the next match 
 With windows or states, the request asks for checkpoints once all chunks before them are known: for the last few
 boundaries up to there, the records of each like a prefix, which is of use only if all of it is found.
 
+What is known is asked for again now and then, if requests use it, by a lookup that no request waits for
+(`core.storage.confirmations`).
+
 An answer is a hint. It makes a chunk known until its first failed read, and missing for a second. What bounds the cost:
 
 - A request asks at most once for each of its chunks, and only while it may still wait.
@@ -31,6 +34,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
+from tpu_offload.core.storage.confirmations import MAX_ASKED, Confirmations
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
 _ACCOUNT = "lookups"  # for the circuit breaker
@@ -53,6 +57,7 @@ class LookupPlanner:
       breaker: suspends lookups while they fail.
       is_readable: whether a chunk is resident, on its way to a tier, or in one that can be read.
       add_found: called with leading chunks of a prefix that storage has.
+      confirmations: what is asked for again.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class LookupPlanner:
         breaker: CircuitBreaker,
         is_readable: Callable[[ChunkKey], bool],
         add_found: Callable[[Sequence[ChunkKey]], None],
+        confirmations: Confirmations,
     ) -> None:
         config, layout = context.config, context.layout
         self._tier_id = tier.tier_id
@@ -74,6 +80,7 @@ class LookupPlanner:
         self._is_readable = is_readable
         self._num_failed_reads = 0  # of any tier
         self._add_found = add_found
+        self._confirmations = confirmations
         self._wait_s = config.storage_lookup_wait_s
         self._timeout_s = min(config.job_timeout_s, max(_TIMEOUT_S, 2 * self._wait_s))
         self._max_keys = min(_MAX_PREFIX_KEYS, capacity)
@@ -85,12 +92,15 @@ class LookupPlanner:
         self._asked: dict[ChunkKey, tuple[ChunkKey, ...]] = {}
         self._num_keys = 0  # in both
         self._planned_s: dict[int, float] = {}  # by job in flight, when it was planned
+        self._confirming: int | None = None  # the job in flight that asks again
         self._missing: OrderedDict[ChunkKey, float] = OrderedDict()  # until when, the earliest first
         self._is_enabled = self._was_reset = False
 
     def enable(self) -> None:
         """Storage is shared, as a worker has reported."""
         self._is_enabled = self._wait_s > 0 and not self._was_reset
+        if self._is_enabled:
+            self._confirmations.enable()
 
     def look_again(self) -> None:
         """A read has failed: requests whose chunks were all known may have to ask after all."""
@@ -101,6 +111,7 @@ class LookupPlanner:
         self._was_reset, self._is_enabled = True, False
         self._drop_wanted()
         self._missing.clear()
+        self._confirmations.reset()
 
     def ask(self, request: RequestState) -> None:
         """Decides, after a match, whether the request waits for a lookup; asks storage if need be.
@@ -224,18 +235,29 @@ class LookupPlanner:
     @property
     def has_plans(self) -> bool:
         """Whether `plan` would plan a lookup."""
-        return bool(self._wanted) and len(self._planned_s) < _MAX_JOBS
+        is_wanted = bool(self._wanted) or (self._confirming is None and self._confirmations.has_wanted)
+        return is_wanted and len(self._planned_s) < _MAX_JOBS
 
     def plan(self, now_s: float) -> None:
-        """Plans one lookup for all that is wanted."""
+        """Plans one lookup for all that is wanted, and one for some of what is to be confirmed."""
         if not self.has_plans:
             return
         if not self.breaker.admits(_ACCOUNT):
             self._drop_wanted()
+            self._confirmations.drop_wanted()
             return
-        wanted, self._wanted = self._wanted, {}
-        self._asked |= wanted
-        prefixes = tuple(wanted.values())
+        if self._wanted:
+            wanted, self._wanted = self._wanted, {}
+            self._asked |= wanted
+            prefixes = tuple(wanted.values())
+            self._plan_job(prefixes, now_s)
+            self._counts.looked_up_storage_chunks += sum(map(len, prefixes))
+        if self._confirming is None and self.breaker.admits(_ACCOUNT):
+            names = self._confirmations.take(MAX_ASKED if self.breaker.closed else 1)
+            if names:
+                self._confirming = self._plan_job(tuple([(name,) for name in names]), now_s)
+
+    def _plan_job(self, prefixes: tuple[tuple[ChunkKey, ...], ...], now_s: float) -> int:
         job = self._jobs.plan(
             JobKind.LOOKUP,
             (),
@@ -246,7 +268,7 @@ class LookupPlanner:
             deadline_s=now_s + self._timeout_s,
         )
         self._planned_s[job.job_id] = now_s
-        self._counts.looked_up_storage_chunks += sum(map(len, prefixes))
+        return job.job_id
 
     def _drop_wanted(self) -> None:
         self._num_keys -= sum(map(len, self._wanted.values()))
@@ -258,6 +280,11 @@ class LookupPlanner:
         The answer of a job that a reset or a restart has failed is ignored.
         """
         del self._planned_s[job.job_id]
+        if job.job_id == self._confirming:
+            self._confirming = None
+            self._confirmations.answered(job.num_found if job.state is JobState.FINISHED else ())
+            self._counts.num_failed_storage_lookups += job.copy_failed
+            return
         for prefix in job.wire.prefixes:
             self._num_keys -= len(self._asked.pop(prefix[0]))
         if job.state is not JobState.FINISHED:
@@ -279,11 +306,13 @@ class LookupPlanner:
     def check_invariants(self) -> None:
         """Raises AssertionError unless the tables agree with the jobs in flight. For tests."""
         jobs = [job for job in self._jobs.of(JobKind.LOOKUP) if job.wire.tier_id == self._tier_id]
-        prefixes = [prefix for job in jobs for prefix in job.wire.prefixes]
+        prefixes = [prefix for job in jobs if job.job_id != self._confirming for prefix in job.wire.prefixes]
         assert {prefix[0]: prefix for prefix in prefixes} == self._asked, "a lookup in flight that is not known"
         assert len(prefixes) == len(self._asked), "a prefix is asked for twice"
         assert not self._wanted.keys() & self._asked.keys(), "what is in flight is asked for again"
         assert [job.job_id for job in jobs] == list(self._planned_s)
+        assert self._confirming is None or self._confirming in self._planned_s
+        self._confirmations.check_invariants()
         assert self._num_keys == sum(map(len, (*self._wanted.values(), *self._asked.values()))) <= _MAX_KEYS
         assert len(jobs) <= _MAX_JOBS
         assert len(self._missing) <= _MAX_MISSING

@@ -26,6 +26,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.policies import Use
+from tpu_offload.core.storage.confirmations import Confirmations
 from tpu_offload.core.storage.jobs import STORAGE_JOBS, WRITES, TierJobs
 from tpu_offload.core.storage.lookups import LookupPlanner
 from tpu_offload.core.storage.reads import StorageReads, TierNeighbors
@@ -55,6 +56,7 @@ class StoragePlanner:
       writes: what is written and deleted.
       reads: what is read.
       lookups: what a shared tier is asked for.
+      confirmations: what it is asked for again.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class StoragePlanner:
             mark_lost=mark_lost,
             neighbors=neighbors,
         )
+        self.confirmations = Confirmations(context, records, offer=self.writes.offer)
         self.lookups = LookupPlanner(
             context,
             tier,
@@ -97,6 +100,7 @@ class StoragePlanner:
             breaker=jobs.make_breaker("lookups in"),
             is_readable=neighbors.is_readable,
             add_found=self.add_found,
+            confirmations=self.confirmations,
         )
         self._listings: dict[int, Sequence[ChunkKey] | None] = {}  # by worker, until all have started
         self._num_workers = num_workers
@@ -115,6 +119,7 @@ class StoragePlanner:
         """
         if not first:  # the request counts once, and what it computes when it is written
             self.records.begin(use, keys, num_above)
+            self.confirmations.use(use, keys)
         self.writes.observe(use, keys, first)
 
     def add_found(self, keys: Sequence[ChunkKey]) -> None:
@@ -125,6 +130,7 @@ class StoragePlanner:
         for key in reversed(new[: max(0, records.room)]):  # the head last, so that tails are evicted first
             self.writes.drop_candidate(key)
             records.add(key)
+        self.confirmations.note(keys)
 
     def may_read(self, key: ChunkKey) -> bool:
         """Whether a chunk is being written, or is stored and could be read now, or in the tier that would be asked."""
@@ -227,9 +233,12 @@ class StoragePlanner:
             self._own_counts.failed_storage_chunks += len(job.missing.difference(bad))
         if job.kind is JobKind.PROMOTE:
             self._counts.missing_storage_chunks += len(job.missing.difference(bad))
-            self.reads.ended(job, job.missing.union(bad))
+            bad = job.missing.union(bad)
+            self.reads.ended(job, bad)
         else:
             self.writes.ended(job, bad)
+        if self.records.is_shared:
+            self.confirmations.note([key for i, key in enumerate(job.keys) if i not in bad])
 
     # State.
 
