@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.storage import servers
 from tests.storage.shared_child import serve_last_round
 from tests.storage.test_engine import TIGHT, make_offload, serve_slowly, settle
 from tpu_offload.engine import Engine
+from tpu_offload.storage import valkey as valkey_tier
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +128,35 @@ def test_a_server_that_is_full(plain, policy):
         else:
             assert stats.missing_storage_chunks > 0
             assert (stats.failed_storage_chunks, stats.num_breaker_openings) == (0, 0), "it may evict what it likes"
+
+
+def test_a_new_engine_finds_what_all_others_have_in_host_memory(monkeypatch):
+    """The server evicts first what is never read from it."""
+    monkeypatch.setattr(valkey_tier, "_ASK_S", 0.0)  # the generation is evicted, too
+    head, later_s = random_tokens(1, 40), [0.0]
+
+    def request(number):
+        return make_request(f"request-{number}", head + random_tokens(2 + number, 20))
+
+    with valkey(maxmemory="3mb") as (server, _, options):
+        options = options.replace("timeout_s=0.2", "timeout_s=60")
+        offload = make_offload(storage_tier="valkey", storage_options=options, storage_lookup_wait_s=60.0)
+        old = Engine(TINY, TIGHT, offload=offload, clock=lambda: time.perf_counter() + later_s[0])
+        try:
+            serve_slowly(old, [[request(0)]])
+            for i in range(200):  # other traffic
+                servers.ask(server.port, "SET", f"other-{i}", "x" * 50_000)
+            assert servers.ask(server.port, "KEYS", "tpu_offload:*") == "*0\r\n", "nothing is left"
+            later_s[0] = 120.0
+            serve_slowly(old, [[request(1)], [request(2)]])
+            stats = old.offload_stats()
+            assert stats.vanished_storage_chunks >= 10
+            assert (stats.missing_storage_chunks, stats.failed_storage_chunks) == (0, 0), "it has read none of them"
+            new = Engine(TINY, TIGHT, offload=offload)
+            try:
+                serve_slowly(new, [[request(3)]])
+                assert new.offload_stats().found_storage_chunks == 10, "the head"
+            finally:
+                new.close()
+        finally:
+            old.close()

@@ -142,6 +142,9 @@ class StorageTier(abc.ABC):
         with connections has one of its own for it. `prefix_search.count_leading` needs few round trips. The answer is a
         hint: a key may be gone by the time it is read, and may be stored a moment after it was not found.
 
+        The scheduler also asks for what it knows, if requests use it without reading it, one key a prefix. So a store
+        that evicts what was not used for long should count what is found as used.
+
         Args:
           prefixes: at most a few thousand keys each; the later keys of one are of little use without the earlier ones.
         Returns:
