@@ -1,6 +1,7 @@
 """The embedded engine above a small host tier and storage: the same tokens, found through storage, and counted."""
 
 import dataclasses
+import os
 import threading
 
 import pytest
@@ -272,6 +273,29 @@ def test_damaged_files_cost_hits_and_no_token(plain, tmp_path):
     outputs |= serve_slowly(engine, [third])
     assert tokens_of(outputs) == plain
     assert engine.offload_stats().failed_storage_chunks > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("tier", ["file", "object"])
+def test_records_that_are_cut_short_fail_once_and_are_written_again(tmp_path, tier):
+    """As those with flipped bits. In an outage, they would be kept and read again and again."""
+    options = f"{tmp_path},min_free_gb=0" if tier == "file" else f"file://{tmp_path}"
+    offload = make_offload(storage_tier=tier, storage_options=options, breaker_failures=10**6, breaker_retry_s=1e-3)
+    engine = Engine(TINY, TIGHT, offload=offload)
+    rounds_of = iter(rounds(6, max_tokens=1))
+    serve_slowly(engine, [next(rounds_of)])
+    num_cut = engine.offload_stats().num_stored_chunks
+    records = [path for path in tmp_path.rglob("*.kv") if path.is_file()]
+    for path in records:
+        os.truncate(path, 4096 if tier == "object" else 0)
+    assert len(records) == (num_cut if tier == "object" else 1)
+    serve_slowly(engine, [next(rounds_of), next(rounds_of)])
+    stats = engine.offload_stats()
+    assert 0 < stats.failed_storage_chunks <= num_cut
+    serve_slowly(engine, rounds_of)
+    later = engine.offload_stats()
+    assert later.failed_storage_chunks == stats.failed_storage_chunks, "each fails once"
+    assert later.promoted_chunks > stats.promoted_chunks + num_cut
     engine.close()
 
 

@@ -37,7 +37,7 @@ from tests.storage.conformance import (
     write,
 )
 from tpu_offload.errors import ConfigError, TransferError
-from tpu_offload.storage import directory_lock, make_tier
+from tpu_offload.storage import RecordError, directory_lock, make_tier
 from tpu_offload.storage import file as file_module
 from tpu_offload.storage.file import FileOptions, FileTier
 from tpu_offload.storage.slot_files import HINT
@@ -618,12 +618,16 @@ def test_what_was_truncated_is_missing(tmp_path, name, nbytes):
     assert expect_old_or_missing(tmp_path) > 0
 
 
-def test_what_is_truncated_while_it_is_open_is_an_error(tmp_path):
-    tier, _ = opened(tmp_path)
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, SPEC.record_nbytes - 1])
+def test_what_is_truncated_while_it_is_open_is_damaged(tmp_path, nbytes, direct):
+    tier, _ = opened(tmp_path, options=f",direct={direct}")
     write(tier, key_of(0), 0)
-    os.truncate(tmp_path / "worker-1" / "segment-000.kv", SPEC.record_nbytes - 4096)
-    with pytest.raises(OSError, match="shorter than it was made"):
+    os.truncate(tmp_path / "worker-1" / "segment-000.kv", nbytes)
+    with pytest.raises(RecordError, match="shorter than it was made"):
         read(tier, key_of(0))
+    write(tier, key_of(0), 1)
+    assert read(tier, key_of(0)) == payload(1)
     tier.close()
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import http.server
 import itertools
 import os
 import threading
 import time
+from typing import ClassVar
 
 import obstore
 import pytest
@@ -25,7 +27,7 @@ from tests.storage.objects import (
 )
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
-from tpu_offload.storage import UndeletedError, object_deletion, object_errors, object_names
+from tpu_offload.storage import RecordError, UndeletedError, object_deletion, object_errors, object_names
 from tpu_offload.storage import object as object_tier
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
@@ -293,12 +295,56 @@ def test_killed_a_hundred_times(store_url):
     kill_often(store_url, range(100, 200))
 
 
-def test_a_value_of_another_size_cannot_be_read(store_url):
+def test_an_object_of_another_size_is_damaged(store_url):
     with opened(store_url) as tier:
-        for nbytes in (5, FORMAT.record_nbytes + 1):
+        for nbytes in (0, 5, FORMAT.record_nbytes + 1):
             obstore.put(store_of(tier), object_of(tier, key_of(1)), bytes(nbytes))
-            with pytest.raises(OSError, match="bytes; expected"):
+            with pytest.raises(RecordError, match=f"the store has {nbytes} bytes; expected {FORMAT.record_nbytes}"):
                 tier.read(key_of(1), new_record())
+
+
+class CuttingHandler(http.server.BaseHTTPRequestHandler):
+    """An S3 server, of which bodies of records end in the middle."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+
+    def do_PUT(self):
+        self.objects[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, {"ETag": '"1"'})
+
+    def do_DELETE(self):
+        self._answer(204, {})
+
+    def do_GET(self):
+        data = self.objects.get(self.path)
+        if data is None:
+            self._answer(404, {})
+            return
+        self._answer(200, {"ETag": '"1"', "Content-Length": str(len(data)), "Last-Modified": self.date_time_string()})
+        self.wfile.write(data[: len(data) // 2] if self.path.endswith(".kv") else data)
+
+    def _answer(self, status, headers):
+        self.send_response(status)
+        for name, value in ({"Content-Length": "0"} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.usefixtures("credentials")
+def test_a_connection_that_is_lost_within_a_record_says_nothing_of_it():
+    CuttingHandler.objects.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), CuttingHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        options = f"s3://bucket/prefix?endpoint={endpoint}&region=us-east-1&allow_http=true&retries=0"
+        with opened(options) as tier:
+            write(tier, key_of(1), 1)
+            with pytest.raises(OSError, match="Error: "):  # and no RecordError
+                tier.read(key_of(1), new_record())
+        server.shutdown()
 
 
 def test_records_of_many_parts(store_url, monkeypatch):

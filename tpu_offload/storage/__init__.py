@@ -2,7 +2,7 @@
 
 from tpu_offload.config.registered_tiers import STORAGE_TIERS, RegisteredTier
 from tpu_offload.storage.contract import StorageSpec, StorageTier, UndeletedError
-from tpu_offload.storage.format import RecordFormat
+from tpu_offload.storage.format import RecordError, RecordFormat
 from tpu_offload.storage.inspection import Generation, Holding, StoredRecord, StoreInspector, Survey
 from tpu_offload.storage.registry import find_tier, make_tier, open_inspector, tier_of
 from tpu_offload.storage.verify import Verdict, Verification, sample
@@ -11,6 +11,7 @@ __all__ = [
     "STORAGE_TIERS",
     "Generation",
     "Holding",
+    "RecordError",
     "RecordFormat",
     "RegisteredTier",
     "StorageSpec",

@@ -113,7 +113,8 @@ class StorageTier(abc.ABC):
             buffer is still in use then has failed.
         Raises:
           KeyError: there is no such key, which is no failure: a server may evict what it likes.
-          OSError: the bytes cannot be read.
+          RecordError: there is a record, of another size: it is deleted, as one whose bytes are damaged.
+          OSError: the bytes cannot be read; the record may be intact.
         """
 
     @abc.abstractmethod

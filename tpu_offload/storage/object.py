@@ -27,6 +27,7 @@ from obstore.store import MemoryStore
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier, UndeletedError
+from tpu_offload.storage.format import RecordError
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
 from tpu_offload.storage.object_directory import directories_of, make_directory, remove_staging_files, remove_tree
@@ -168,8 +169,8 @@ class ObjectTier(StorageTier):
         target, end = np.frombuffer(record, np.uint8), 0
         try:
             result = obstore.get(self._store, self._name(key))
-            if result.meta["size"] != len(target):
-                raise ValueError(f"{result.meta['size']} bytes; expected {len(target)}")
+            if (nbytes := result.meta["size"]) != len(target):  # by the store's word; an outage cuts the body only
+                raise RecordError(f"the store has {nbytes} bytes; expected {len(target)}")
             for part in result.stream(min_chunk_size=_STREAM_NBYTES):
                 data = np.frombuffer(part, np.uint8)
                 start, end = end, end + len(data)
@@ -177,7 +178,7 @@ class ObjectTier(StorageTier):
         except FileNotFoundError as e:
             self._is_doubtful = True
             raise KeyError(reason(e)) from e
-        except (BaseError, OSError, ValueError) as e:  # ValueError: fewer or more bytes than there is room for
+        except (BaseError, OSError, ValueError) as e:  # ValueError: more bytes than there is room for
             self._is_doubtful = True
             raise OSError(reason(e)) from e
         if end != len(target):

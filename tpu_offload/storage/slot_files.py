@@ -15,7 +15,7 @@ import xxhash
 
 from tpu_offload.storage.contract import StorageSpec
 from tpu_offload.storage.descriptor import Descriptor
-from tpu_offload.storage.format import PAGE_NBYTES
+from tpu_offload.storage.format import PAGE_NBYTES, RecordError
 
 _logger = logging.getLogger(__name__)
 
@@ -177,16 +177,21 @@ class Segment:
         try:
             _read(direct.fd, 0, page)
             _write(direct.fd, 0, page)  # what was there
-        except OSError as e:
+        except BaseException as e:
             direct.close()
-            if e.errno == errno.EINVAL:
+            if isinstance(e, OSError) and e.errno == errno.EINVAL:
                 return
             raise
         self._file.close()
         self._file, self.is_direct = direct, True
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fills the target from the file."""
+        """Fills the target from the file.
+
+        Raises:
+          RecordError: the file ends before.
+          OSError: it cannot be read.
+        """
         _read(self._file.fd, offset, target)
 
     def write(self, offset: int, source: memoryview) -> None:
@@ -199,11 +204,17 @@ class Segment:
 
 
 def _read(fd: int, offset: int, target: memoryview) -> None:
-    while len(target):
-        num_read = os.preadv(fd, [target], offset)
-        if not num_read:
-            raise OSError(errno.EIO, "the file is shorter than it was made")
-        offset, target = offset + num_read, target[num_read:]
+    end = offset + len(target)
+    try:
+        while len(target):
+            num_read = os.preadv(fd, [target], offset)
+            if not num_read:
+                raise OSError(errno.EIO, "the disk returns no bytes")
+            offset, target = offset + num_read, target[num_read:]
+    except OSError as e:  # EINVAL where direct I/O goes on behind an end within a page
+        if os.fstat(fd).st_size < end:
+            raise RecordError("the file is shorter than it was made") from e
+        raise
 
 
 def _write(fd: int, offset: int, source: memoryview) -> None:
