@@ -5,9 +5,11 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import queue
 import re
 import resource
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.storage import servers
 from tests.storage.memory_tier import MemoryTier
 from tpu_offload.cli.main import main
 from tpu_offload.config import OffloadConfig
@@ -27,6 +30,7 @@ from tpu_offload.doctor.tiers import check_tiers
 from tpu_offload.doctor.versions import check_known_faults, check_versions
 from tpu_offload.errors import ConfigError
 from tpu_offload.measure.worker_copies import WorkerCopies
+from tpu_offload.storage import make_tier
 
 ROOT = Path(__file__).parents[2]
 GB = 2**30
@@ -222,6 +226,14 @@ def test_a_file_tier_is_tried_and_left_as_it_was(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kv", "worker-0"]
 
 
+def test_an_object_tier_is_tried_and_left_as_it_was(tmp_path):
+    (tmp_path / "kv" / ("0a" * 16)).mkdir(parents=True)
+    for directory in (tmp_path / "kv", tmp_path / "new" / "a b"):
+        (finding,) = check_tiers(storage_of(f"file://{directory}".replace(" ", "%20"), "object"))
+        assert finding.level is Level.OK, finding
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0a" * 16, "kv"]
+
+
 def test_a_disk_without_room_for_the_tier_is_an_error(tmp_path):
     settings = config_of(host_gb=1, storage_tier="file", storage_options=str(tmp_path / "kv"), storage_gb=2**20)
     (finding,) = check_tiers(settings)
@@ -281,6 +293,14 @@ class Dead(MemoryTier):
         raise ConnectionRefusedError(111, "Connection refused")
 
 
+class Forgetting(MemoryTier):
+    """As a server without room for more than one record."""
+
+    def write(self, key, record):
+        self.values.clear()
+        super().write(key, record)
+
+
 class Refusing(MemoryTier):
     def write(self, key, record):
         part = record[4096:]  # a view, which the traceback has
@@ -293,6 +313,7 @@ class Refusing(MemoryTier):
         (Refusing, Level.ERROR, "it fails: OSError: the server refuses"),
         (Lying, Level.ERROR, "8 of 8 records came back with other bytes"),
         (Frozen, Level.ERROR, "no answer within 1 s"),
+        (Forgetting, Level.ERROR, "a record of 4 MiB was written and is missing: it has no room"),
         (Dead, Level.ERROR, "it fails: ConnectionRefusedError: Connection refused"),
         (MemoryTier, Level.OK, "in one thread"),
     ],
@@ -303,6 +324,79 @@ def test_tiers_that_lie_freeze_or_are_dead(tier, level, text):
     Frozen.thawed.set()
     assert finding.level is level
     assert text in finding.text
+
+
+def test_little_is_stored_at_a_time():
+    tiers = []
+
+    def make(name, spec):
+        tiers.append(MemoryTier(spec))
+        return tiers[-1]
+
+    (finding,) = check_tiers(storage_of("x", "valkey"), make=make)
+    assert finding.level is Level.OK
+    assert tiers[0].most_values == tiers[0].spec.num_chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ("valkey://h:1", "valkey://h:1?ttl_s=60"),
+        ("valkey://h:1/2?timeout_s=1", "valkey://h:1/2?timeout_s=1&ttl_s=60"),
+        ("valkey://h:1?ttl_s=5&timeout_s=1", "valkey://h:1?ttl_s=5&timeout_s=1"),
+        ("h:1", "h:1"),
+    ],
+)
+def test_records_on_a_server_expire_if_the_check_is_killed(options, used):
+    found = []
+
+    def make(name, spec):
+        found.append(spec.options)
+        return MemoryTier(spec)
+
+    (_,) = check_tiers(storage_of(options, "valkey"), make=make)
+    assert found == [used]
+
+
+def test_nothing_is_left_on_a_server():
+    with servers.running(servers.valkey()) as server:
+        (finding,) = check_tiers(storage_of(f"valkey://127.0.0.1:{server.port}?timeout_s=60", "valkey"))
+        assert finding.level is Level.OK, finding
+        assert "keys=" not in servers.ask(server.port, "INFO", "keyspace")
+
+
+@pytest.mark.parametrize("name", ["file", "object"])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch, name, there):
+    """Ctrl-C while records are written."""
+    directory = tmp_path / "kv" / "a b"
+    if there:
+        (directory / "of others").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    is_written = threading.Event()
+
+    class Queue(queue.SimpleQueue):
+        def get(self, block=True, timeout=None):
+            assert is_written.wait(60)
+            raise KeyboardInterrupt
+
+    def make(name, spec):
+        tier = make_tier(name, spec)
+        write = tier.write
+
+        def slow_write(key, record):
+            write(key, record)
+            is_written.set()
+            time.sleep(0.1)
+
+        monkeypatch.setattr(tier, "write", slow_write)
+        return tier
+
+    monkeypatch.setattr("queue.SimpleQueue", Queue)
+    options = f"{directory},min_free_gb=0" if name == "file" else f"file://{directory}".replace(" ", "%20")
+    with pytest.raises(KeyboardInterrupt):
+        list(check_tiers(storage_of(options, name), make=make))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.config.storage_tiers import StorageTierConfig
@@ -19,10 +20,13 @@ from tpu_offload.storage import StorageSpec, StorageTier, make_tier
 
 _RECORD_NBYTES = 4 << 20
 _NUM_RECORDS = 8
+_MAX_STORED = 2  # at a time: a full server evicts as much of what engines have stored
+_TTL_S = 60  # of records on a server, if this process is killed
 # No engine has so many workers: what is written is in a place of its own, beside a running engine or another check.
 _WORKER_IDS = range(60_000, 65_536)
 _SLOW_NBYTES_PER_S = 0.1e9
 _TIMEOUT_S = 30.0
+_END_S = 5.0  # for a check to delete what it has written
 _MAX_TEXT = 200
 
 
@@ -40,11 +44,12 @@ def check_tiers(
       timeout_s: how long one may take. It runs in a thread that is left behind if it takes longer.
     """
     for tier in config.storage_tiers if config is not None else ():
-        check, found = f"storage tier {tier.label}", queue.SimpleQueue[Finding]()
+        check, found, stop = f"storage tier {tier.label}", queue.SimpleQueue[Finding](), threading.Event()
         worker_id = secrets.choice(_WORKER_IDS)
-        with _folder_removed(tier, worker_id):
-            arguments = check, tier, make, worker_id, found
-            threading.Thread(target=_put_finding, args=arguments, daemon=True).start()
+        arguments = check, tier, make, worker_id, found, stop
+        thread = threading.Thread(target=_put_finding, args=arguments, daemon=True)
+        with _folders_removed(tier, worker_id), _ended(thread, stop, min(timeout_s, _END_S)):
+            thread.start()
             try:
                 finding = found.get(timeout=timeout_s)
             except queue.Empty:
@@ -53,21 +58,41 @@ def check_tiers(
             yield finding  # before the folder is removed, which waits for a disk that is frozen
 
 
+@contextlib.contextmanager
+def _ended(thread: threading.Thread, stop: threading.Event, timeout_s: float) -> Iterator[None]:
+    """Has the thread of a check delete what it has written, also after an interrupt, and waits for that."""
+    try:
+        yield
+    finally:
+        stop.set()
+        if thread.ident is not None:
+            thread.join(timeout_s)
+
+
+class _StoppedError(OffloadError):
+    """Nobody waits for the finding any more."""
+
+
 def _put_finding(
     check: str,
     tier: StorageTierConfig,
     make: Callable[[str, StorageSpec], StorageTier],
     worker_id: int,
     found: "queue.SimpleQueue[Finding]",
+    stop: threading.Event,
 ) -> None:
-    found.put(_finding(check, tier, make, worker_id))
+    found.put(_finding(check, tier, make, worker_id, stop))
 
 
 def _finding(
-    check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier], worker_id: int
+    check: str,
+    tier: StorageTierConfig,
+    make: Callable[[str, StorageSpec], StorageTier],
+    worker_id: int,
+    stop: threading.Event,
 ) -> Finding:
     try:
-        return _check_tier(check, tier, make, worker_id)
+        return _check_tier(check, tier, make, worker_id, stop)
     except OffloadError as e:
         return error(check, str(e), "fix it, or take the tier out of TPU_OFFLOAD_STORAGE_TIER")
     except Exception as e:  # a tier of the user may raise anything
@@ -80,14 +105,18 @@ def _finding(
 
 
 def _check_tier(
-    check: str, tier: StorageTierConfig, make: Callable[[str, StorageSpec], StorageTier], worker_id: int
+    check: str,
+    tier: StorageTierConfig,
+    make: Callable[[str, StorageSpec], StorageTier],
+    worker_id: int,
+    stop: threading.Event,
 ) -> Finding:
     spec = StorageSpec(
         record_nbytes=_RECORD_NBYTES,
-        num_chunks=_NUM_RECORDS,
+        num_chunks=_MAX_STORED,
         worker_id=worker_id,
         fingerprint=secrets.token_hex(16),
-        options=tier.options,
+        options=_expiring(tier) if tier.name == "valkey" else tier.options,
     )
     if tier.name == "file":
         _check_user(tier.options)
@@ -95,9 +124,12 @@ def _check_tier(
     keys = [secrets.token_bytes(32) for _ in range(_NUM_RECORDS)]
     with contextlib.closing(make(tier.name, spec)) as made:
         try:
-            written, read, wrong = _write_and_read(made, keys)
-        finally:
-            made.delete(keys)
+            written, read, wrong = _write_and_read(made, keys, stop)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong first is said
+                _remove(made, keys)
+            raise
+        _remove(made, keys)
     if wrong:
         return error(
             check,
@@ -181,36 +213,66 @@ def _refused(worker: Path) -> Path | None:
     return None
 
 
-def _write_and_read(tier: StorageTier, keys: list[bytes]) -> tuple[float, float, int]:
-    """Bytes per second of writes and of reads, and how many records came back wrong."""
+def _remove(tier: StorageTier, keys: list[bytes]) -> None:
+    tier.delete(keys)
+    tier.unregister()
+
+
+def _expiring(tier: StorageTierConfig) -> str:
+    """The options with an expiry of records, unless they have one."""
+    _, is_url, rest = tier.options.partition("://")
+    if not is_url or "ttl_s=" in rest:
+        return tier.options
+    return f"{tier.options}{'&' if '?' in rest else '?'}ttl_s={_TTL_S}"
+
+
+def _write_and_read(tier: StorageTier, keys: list[bytes], stop: threading.Event) -> tuple[float, float, int]:
+    """Bytes per second of writes and of reads, and how many records came back wrong.
+
+    A record is read and deleted once the next one is written, so that one is told from the other.
+    """
     total = _RECORD_NBYTES * len(keys)
     # Not closed: the traceback of an error may have views, and closing would replace it with another error.
     given, found = mmap.mmap(-1, total), mmap.mmap(-1, total)
     given[:] = os.urandom(total)
     source, target = memoryview(given).toreadonly(), memoryview(found)
     places = [slice(i * _RECORD_NBYTES, (i + 1) * _RECORD_NBYTES) for i in range(len(keys))]
-    start_s = time.perf_counter()
-    for key, place in zip(keys, places, strict=True):
-        tier.write(key, source[place])
-    middle_s = time.perf_counter()
-    for key, place in zip(keys, places, strict=True):
-        tier.read(key, target[place])
-    end_s = time.perf_counter()
-    wrong = sum(source[place] != target[place] for place in places)
-    return total / (middle_s - start_s), total / (end_s - middle_s), wrong
+    write_s = read_s = 0.0
+    wrong = 0
+    for i in range(len(keys) + _MAX_STORED - 1):
+        if stop.is_set():
+            raise _StoppedError
+        if i < len(keys):
+            start_s = time.perf_counter()
+            tier.write(keys[i], source[places[i]])
+            write_s += time.perf_counter() - start_s
+        if (done := i - _MAX_STORED + 1) >= 0:
+            start_s = time.perf_counter()
+            _read(tier, keys[done], target[places[done]])
+            read_s += time.perf_counter() - start_s
+            wrong += source[places[done]] != target[places[done]]
+            tier.delete([keys[done]])
+    return total / write_s, total / read_s, wrong
+
+
+def _read(tier: StorageTier, key: bytes, record: memoryview) -> None:
+    try:
+        tier.read(key, record)
+    except KeyError as e:
+        raise OffloadError(
+            f"a record of {_RECORD_NBYTES >> 20} MiB was written and is missing: it has no room for what engines store "
+            "(a server: raise maxmemory), or somebody else deletes it"
+        ) from e
 
 
 @contextlib.contextmanager
-def _folder_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
-    """Removes what a file tier leaves behind: the folder of its worker, and directories that are new."""
-    if tier.name != "file":
-        yield
-        return
-    from tpu_offload.storage.file import FileOptions
-
+def _folders_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
+    """Removes the folder of a file tier's worker, and directories that are new."""
     try:
-        directory = Path(FileOptions.parse(tier.options).directory)
-    except ConfigError:  # the tier will say so
+        directory = _directory_of(tier)
+    except (ConfigError, ValueError):  # the tier will say so
+        directory = None
+    if directory is None:
         yield
         return
     # Unlike `Path.exists`, this never raises.
@@ -218,7 +280,19 @@ def _folder_removed(tier: StorageTierConfig, worker_id: int) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(directory / f"worker-{worker_id}", ignore_errors=True)
+        if tier.name == "file":
+            shutil.rmtree(directory / f"worker-{worker_id}", ignore_errors=True)
         with contextlib.suppress(OSError):
             for path in missing:
                 path.rmdir()
+
+
+def _directory_of(tier: StorageTierConfig) -> Path | None:
+    """Where a tier has its files; None if it has none."""
+    if tier.name == "file":
+        from tpu_offload.storage.file import FileOptions
+
+        return Path(FileOptions.parse(tier.options).directory)
+    if tier.name == "object" and tier.options.startswith("file:///"):
+        return Path(unquote(urlsplit(tier.options).path))
+    return None

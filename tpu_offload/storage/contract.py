@@ -163,6 +163,16 @@ class StorageTier(abc.ABC):
           OSError: something may still be stored. It is called again before anything is written.
         """
 
+    def unregister(self) -> None:
+        """Removes what else is in the store of this worker, all of whose records are deleted: as if it had not started.
+
+        For the check of a store, by a worker of no engine, which then closes the tier. A tier need not have it.
+
+        Raises:
+          OSError: something may be left.
+        """
+        return
+
     @abc.abstractmethod
     def close(self) -> None:
         """Releases the tier's resources. Called once, after all other calls have returned, on a thread of its own.

@@ -13,6 +13,7 @@ memory without copying it. After a timeout the HTTP client may go on reading it 
 is stored at all, has other bytes; readers verify every record.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -222,6 +223,16 @@ class ObjectTier(StorageTier):
                 with self._lock:
                     earlier, self._earlier = self._earlier, set()
                 self._sweep(earlier)
+
+    def unregister(self) -> None:
+        """See `StorageTier.unregister`."""
+        if self._directory is None:
+            delete_objects(self._store, [self._marker])
+            return
+        root = self._directory / self._root
+        remove_tree(root, self._stop)
+        with contextlib.suppress(OSError):  # the model has other workers
+            root.parent.rmdir()
 
     def close(self) -> None:
         """See `StorageTier.close`."""

@@ -209,6 +209,10 @@ class ValkeyTier(StorageTier):
             self._is_published = False
         self._ask()
 
+    def unregister(self) -> None:
+        """See `StorageTier.unregister`."""
+        _call(lambda: self._askers.unlink([self._marker]))
+
     def close(self) -> None:
         """See `StorageTier.close`."""
         self._records.close()
