@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import TINY_BENCH
+from tests.cli.conftest import LINE_BY_LINE, TINY_BENCH
 from tests.cli.test_simulate import chats, is_gone, write_trace
 from tpu_offload.cli.main import main
 from tpu_offload.measure import TransferBench
@@ -210,7 +210,7 @@ def test_processes_of_a_simulation_end_with_it(tmp_path, signum, status, text):
     sizes = ",".join(str(i / 1000) for i in range(1, 400))
     flags = ["--trace", str(path), "--sizes", sizes, "--jobs", "2", "--json", str(tmp_path / "r.json")]
     with subprocess.Popen(
-        [sys.executable, "-m", "tpu_offload.cli.main", "simulate", *flags],
+        [*LINE_BY_LINE, "simulate", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

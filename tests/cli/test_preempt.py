@@ -202,9 +202,7 @@ def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
 def test_interrupt_reports_what_is_finished(tmp_path):
     flags = "replay", "--preempt", *TINY, "--requests", "400", "--concurrency", "4"
     page = tmp_path / "r.html"
-    report = interrupted_run(
-        "tpu_offload.cli.main", *flags, "--html", str(page), path=tmp_path / "r.json", during="reference"
-    )
+    report = interrupted_run(*flags, "--html", str(page), path=tmp_path / "r.json", during="reference")
     assert "Interrupted: the numbers cover the requests finished so far." in page.read_text()
     assert report["num_reference_requests"] > 0
     assert report["swap"] == {"rounds": [], "median": {}, "tokens_per_s_range": None}

@@ -282,9 +282,7 @@ def test_help_names_every_flag(capsys):
 def test_interrupt_reports_what_is_finished(tmp_path):
     flags = "replay", *TINY, "--requests", "2000", "--turns", "50"
     page = tmp_path / "r.html"
-    report = interrupted_run(
-        "tpu_offload.cli.main", *flags, "--html", str(page), path=tmp_path / "r.json", during="baseline"
-    )
+    report = interrupted_run(*flags, "--html", str(page), path=tmp_path / "r.json", during="baseline")
     assert "Interrupted: the numbers cover the requests finished so far." in page.read_text()
     assert report["baseline"]["num_requests"] > 0
     assert report["offload"]["num_requests"] == 0

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.cli.conftest import LINE_BY_LINE
 from tests.core.policies import example
 from tests.sim.traces import chats, write_trace
 from tpu_offload.cli.main import main
@@ -386,7 +387,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
     path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=4_000, num_chats=500))
     sizes = ",".join(str(i / 1000) for i in range(1, 400))
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tpu_offload.cli.main", "simulate", "--trace", str(path), "--sizes", sizes]
+    command = [*LINE_BY_LINE, "simulate", "--trace", str(path), "--sizes", sizes]
     with subprocess.Popen(
         [*command, "--jobs", "2", "--json", str(tmp_path / "r.json")],
         stdout=subprocess.PIPE,
@@ -402,7 +403,8 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert (out, err) == ("", "tpu-offload: interrupted\n")
+    assert (out, err.splitlines()[-1:]) == ("", ["tpu-offload: interrupted"])
+    assert all(line.startswith("simulate: ") for line in err.splitlines()[:-1])
     assert not (tmp_path / "r.json").exists()
     assert is_gone(process.pid)
 

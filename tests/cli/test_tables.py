@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -147,3 +148,21 @@ def test_comparison_table(capsys):
         ["saved, MiB", "", "1.0", ""],
     ):
         assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"),
+    [
+        ([0.1, 9.9], []),
+        ([1, 11, 12, 22, 30], ["verify: 2 of 5 records", "verify: 4 of 5 records"]),
+    ],
+)
+def test_progress_in_a_log_begins_after_an_interval(monkeypatch, capsys, seconds, lines):
+    times = [100.0]
+    monkeypatch.setattr(tables, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    with tables.progress(len(seconds), what="records") as start:
+        on_finish = start("verify")
+        for s in seconds:
+            times.append(100.0 + s)
+            on_finish()
+    assert capsys.readouterr().err.splitlines() == lines

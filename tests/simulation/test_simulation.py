@@ -299,7 +299,8 @@ def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
     # Not by preexec_fn, which would fork. Children of a background process ignore Ctrl-C.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from tests.simulation import cli; cli._LINE_INTERVAL_S = 0.0\n"
+        "from tests.simulation import cli\n"
+        "from tpu_offload.cli import tables; tables._LINE_INTERVAL_S = 0.0\n"
         "from tpu_offload.cli.command import run_process\n"
         f"run_process(lambda: cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
     )

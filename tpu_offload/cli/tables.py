@@ -43,7 +43,7 @@ class ReportConsole(Console):
 
 @contextlib.contextmanager
 def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Shows the progress of runs: a bar on a terminal, elsewhere a line every ten seconds.
+    """Shows the progress of runs: a bar on a terminal, elsewhere a line every ten seconds, and none before.
 
     Args:
       num_requests: requests in each run; None if unknown.
@@ -62,7 +62,7 @@ def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Ca
         def start(name: str) -> Callable[[], None]:
             task = bars.add_task(name, total=num_requests)
             num_finished = 0
-            next_line_s = 0.0
+            next_line_s = time.monotonic() + _LINE_INTERVAL_S
 
             def on_finish() -> None:
                 nonlocal num_finished, next_line_s
