@@ -594,8 +594,10 @@ def test_what_is_no_store_is_one_line(tmp_path, options, message):
 
 def test_the_two_kinds_of_directories_are_told_apart(tmp_path):
     fill(str(tmp_path / "a"), 1)
-    with pytest.raises(ConfigError, match="is the directory of a file tier: give it without file://"):
-        open_inspector(f"file://{tmp_path}/a")
+    for start in (open_inspector, open_tier):
+        with pytest.raises(ConfigError, match="is the directory of a file tier: give it without file://"):
+            start(f"file://{tmp_path}/a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["worker-1"]
     fill(f"file://{tmp_path}/b", 1)
     with pytest.raises(ConfigError, match="for the directory of an object tier give file://DIR"):
         open_inspector(str(tmp_path / "b"))

@@ -38,8 +38,6 @@ class ObjectInspector(StoreInspector):
             raise ConfigError("memory:// is in the engine's own process, and ends with it; there is nothing to look at")
         self._store, self._directory = open_store(options, create=False)
         self.where = where(self._store)
-        if self._directory is not None and any(self._directory.glob("worker-*/directory.bin")):
-            raise ConfigError(f"{self._directory} is the directory of a file tier: give it without file://")
 
     def scan(self) -> Iterator[Entry]:
         """See the base class."""

@@ -29,7 +29,7 @@ def open_store(text: str, *, create: bool = True) -> tuple[Store, Path | None]:
       text: `TPU_OFFLOAD_STORAGE_OPTIONS`.
       create: a directory is created if it is missing; else it is an error.
     Raises:
-      ConfigError: it is no such URL, or the store cannot be opened.
+      ConfigError: it is no such URL, is the directory of a file tier, or the store cannot be opened.
     """
     options = UrlOptions(text, schemes={"gs": 0, "s3": 0, "file": 0, "memory": 0}, example=_EXAMPLE)
     if options.scheme in ("file", "memory"):
@@ -97,9 +97,15 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
             f"{SETTING}=file://{options.place}{one_line(options.path)[1:-1]}; expected an absolute path, file:///mnt/cache"
         )
     try:
+        if any(path.glob("worker-*/directory.bin")):  # tools could not tell what is whose
+            raise ConfigError(
+                f"{path} is the directory of a file tier: give it without file:// to a file tier, or give another one"
+            )
         if create:
             make_directory(path)
         return LocalStore(path), path
+    except ConfigError:
+        raise
     except (BaseError, OSError, ValueError) as e:
         raise ConfigError(f"{SETTING}=file://{one_line(options.path)[1:-1]} cannot be opened: {reason(e)}") from None
 
