@@ -357,6 +357,7 @@ EXTRAS = {  # by part or file, the first one of its own; the others need none
     "storage/object_inspection.py": ("object",),
     "storage/object_store.py": ("object",),
     "storage/valkey.py": ("valkey",),
+    "storage/valkey_full.py": ("valkey",),
     "storage/valkey_inspection.py": ("valkey",),
 }
 

@@ -107,6 +107,12 @@ def valkey(*settings: str, maxmemory: str = "64mb", policy: str = "allkeys-lru")
     return command
 
 
+def make_full(port: int) -> None:
+    """Lowers the bound of a server with records, so that it takes nothing until 100 KB of them are deleted."""
+    used = next(line for line in ask(port, "INFO", "memory").splitlines() if line.startswith("used_memory:"))
+    ask(port, "CONFIG", "SET", "maxmemory", str(int(used.split(":")[1]) - 100_000))
+
+
 @contextlib.contextmanager
 def cluster(num_nodes: int) -> Iterator[list[int]]:
     """The ports of a Valkey cluster without replicas, until the end of the block."""

@@ -232,6 +232,20 @@ def test_a_clear_beside_an_engine_that_shares_a_server(valkey_server, monkeypatc
     engine.close()
 
 
+def test_a_full_server_that_evicts_nothing_is_cleared():
+    with servers.running(servers.valkey(policy="noeviction")) as server:
+        url = f"valkey://127.0.0.1:{server.port}?timeout_s=60"
+        deleted: list[int] = []
+        for worker_id in (0, 1):
+            fill(url, 60, worker_id=worker_id)
+        servers.make_full(server.port)
+        with contextlib.closing(open_inspector(url)) as inspector:
+            num_stored = survey(inspector).num_records
+            inspector.clear(deleted.append)
+            assert survey(inspector).num_records == 0
+        assert sum(deleted) == num_stored == 120
+
+
 def test_a_server_where_no_file_can_be_written(monkeypatch):
     """As in a container with a read-only root."""
     with servers.running(servers.valkey()) as server:

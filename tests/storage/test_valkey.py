@@ -423,6 +423,30 @@ def test_a_full_server_refuses_and_goes_on(caplog):
         assert read(tier, key_of(0)) == payload(5)
 
 
+def test_a_full_server_that_evicts_nothing_is_cleared(always_ask):
+    """It takes the name of a generation once some of the records before it are deleted. Other models keep theirs."""
+    with (
+        servers.running(servers.valkey(policy="noeviction")) as server,
+        opened(server) as tier,
+        opened(server, worker_id=2) as other,
+    ):
+        write(other, key_of(0), 7)
+        fill(tier, 60)
+        servers.make_full(server.port)
+        tier.clear()
+        with pytest.raises(KeyError):
+            read(tier, key_of(0))
+        deadline_s = time.monotonic() + 30
+        while True:  # the server frees memory in the background
+            try:
+                write(tier, key_of(0), 5)
+                break
+            except OSError:
+                assert time.monotonic() < deadline_s
+        assert read(tier, key_of(0)) == payload(5)
+        assert asker(other).exists([server_key(other, key_of(0))]) == 1
+
+
 def test_a_replica_alone_is_refused(server, caplog):
     with servers.running(servers.valkey("--replicaof", "127.0.0.1", str(server.port))) as replica:
         assert "No primary node found" in refused(url(replica), caplog)

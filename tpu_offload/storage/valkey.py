@@ -59,6 +59,7 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
+from tpu_offload.storage.valkey_full import name_generation
 from tpu_offload.storage.valkey_records import RecordConnections
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
@@ -259,8 +260,14 @@ class ValkeyTier(StorageTier):
         if ours in self._left:  # by a `clear` since this began, which names another
             return ours
         ours = ours or new_generation()
-        client.set(self._marker, ours)
+        name_generation(client, self._marker, ours, self._names_of_others(ours), on_deleted=lambda num: None)
         return ours
+
+    def _names_of_others(self, generation: str) -> Iterator[list[bytes]]:
+        """The records of other generations, in batches."""
+        kept = (self._marker, f"{self._root}{generation}:".encode())
+        for names in scan_names(self._askers, f"{self._root}*".encode()):
+            yield [name for name in names if not name.startswith(kept)]
 
     def _count(self, prefix: bytes, groups: Sequence[Sequence[bytes]]) -> list[int]:
         """How many keys of each group are stored, in one round trip for each 4,096 keys."""

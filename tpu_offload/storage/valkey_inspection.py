@@ -1,6 +1,7 @@
 """Looks into the server of a `valkey` tier. A look at a record counts as a use when the server evicts."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from tpu_offload.storage.valkey import (
     scan_names,
     tls_hint,
 )
+from tpu_offload.storage.valkey_full import name_generation
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, server_options
 
 _NAME = re.compile(
@@ -119,18 +121,26 @@ class ValkeyInspector(StoreInspector):
         return "servers", [_facts(node.decode(), text.decode()) for node, text in sorted(nodes.items())]
 
     def clear(self, on_deleted: Callable[[int], None]) -> None:
-        """See the base class. The new generations are written first; engines take them up within a second."""
+        """See the base class. The new generations are written first; engines take them up within a second.
+
+        A full server that evicts nothing takes them once some of the records are deleted.
+        """
         roots = {m[0][: m.end(2)] for names in self._names() for name in names if (m := _NAME.fullmatch(name))}
-        ours: dict[bytes, bytes] = {root: new_generation().encode() for root in roots}
-        for root, generation in sorted(ours.items()):
+        ours = {root: new_generation() for root in sorted(roots)}
+        old = self._old_names(ours)
+        for root, generation in ours.items():
             marker = b":".join((root, MARKER.encode()))
-            self._call(lambda marker=marker, generation=generation: self._client.set(marker, generation))  # type: ignore[misc]
+            self._call(functools.partial(name_generation, self._client, marker, generation, old, on_deleted))
+        for names in self._old_names(ours):
+            if names:
+                self._call(lambda names=names: self._client.unlink(names))  # type: ignore[misc]
+                on_deleted(len(names))
+
+    def _old_names(self, ours: Mapping[bytes, str]) -> Iterator[list[Any]]:
+        """Records of other generations than these, by root, in batches."""
         for names in self._names():
             matches = [found for name in names if (found := _NAME.fullmatch(name)) and not found[3]]
-            old: list[Any] = [found[0] for found in matches if found[4] != ours.get(found[0][: found.end(2)])]
-            if old:
-                self._call(lambda old=old: self._client.unlink(old))  # type: ignore[misc]
-                on_deleted(len(old))
+            yield [found[0] for found in matches if found[4] != ours.get(found[0][: found.end(2)], "").encode()]
 
     def close(self) -> None:
         """See the base class."""
