@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import LINE_BY_LINE
 from tests.storage import servers
 from tests.storage.conformance import SPEC
 from tests.storage.stores import FINGERPRINTS, fill, finds_nothing, open_tier, put, short_key
@@ -187,9 +188,9 @@ def test_clear_with_an_input_that_is_closed_or_no_text(kv, redirect, status, say
 @pytest.mark.parametrize("redirect", ["2>/dev/full", ">/dev/full 2>/dev/full"])
 def test_verify_that_can_write_nothing_finds_no_damage(kv, redirect):
     """Status 1 would be damage, on a disk where only the log is full."""
-    command = f'exec "$0" -m tpu_offload.cli.main tier verify "$1" {redirect}'
+    verify = *LINE_BY_LINE, "tier", "verify", str(kv)
     process = subprocess.run(
-        ["sh", "-c", command, sys.executable, str(kv)], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", *verify], cwd=ROOT, stdout=subprocess.DEVNULL, check=False
     )
     assert process.returncode == 2
 
