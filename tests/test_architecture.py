@@ -359,6 +359,7 @@ EXTRAS = {  # by part or file, the first one of its own; the others need none
     "storage/valkey.py": ("valkey",),
     "storage/valkey_full.py": ("valkey",),
     "storage/valkey_inspection.py": ("valkey",),
+    "storage/valkey_lookups.py": ("valkey",),
 }
 
 

@@ -131,8 +131,8 @@ def test_a_server_that_is_full(plain, policy):
 
 
 def test_a_new_engine_finds_what_all_others_have_in_host_memory(monkeypatch):
-    """The server evicts first what is never read from it."""
-    monkeypatch.setattr(valkey_tier, "_ASK_S", 0.0)  # the generation is evicted, too
+    """A server evicts first what is never read from it. Here it has lost everything."""
+    monkeypatch.setattr(valkey_tier, "_ASK_S", 0.0)  # the generation is lost, too
     head, later_s = random_tokens(1, 40), [0.0]
 
     def request(number):
@@ -144,9 +144,7 @@ def test_a_new_engine_finds_what_all_others_have_in_host_memory(monkeypatch):
         old = Engine(TINY, TIGHT, offload=offload, clock=lambda: time.perf_counter() + later_s[0])
         try:
             serve_slowly(old, [[request(0)]])
-            for i in range(200):  # other traffic
-                servers.ask(server.port, "SET", f"other-{i}", "x" * 50_000)
-            assert servers.ask(server.port, "KEYS", "tpu_offload:*") == "*0\r\n", "nothing is left"
+            servers.ask(server.port, "FLUSHALL")  # eviction is not exact
             later_s[0] = 120.0
             serve_slowly(old, [[request(1)], [request(2)]])
             stats = old.offload_stats()

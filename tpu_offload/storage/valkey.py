@@ -7,9 +7,7 @@ over workers find each other's records. The generation, a random number, is a va
 second, so a `clear` by one engine empties the tier of all. An engine never takes up a generation again that it has
 left. If the server loses the value, by eviction or by a restart, engines write it again.
 
-The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss. Lookups
-use `TOUCH`, so that the server counts what they find as used, which `EXISTS` does not. A user without `TOUCH` looks up
-with `EXISTS`, and there is a warning.
+The server bounds what is stored: give it `maxmemory` and the policy `allkeys-lru`. What it evicts is a miss.
 
 The client is valkey-glide, except that records on one server without TLS are read and written by `valkey_records`,
 which is faster: each call has a connection to itself.
@@ -21,7 +19,6 @@ record: they have another connection, which is always one of valkey-glide.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import secrets
@@ -34,8 +31,6 @@ from glide_sync import (
     AdvancedGlideClientConfiguration,
     AdvancedGlideClusterClientConfiguration,
     BackoffStrategy,
-    Batch,
-    ClusterBatch,
     ClusterScanCursor,
     ConditionalChange,
     ExpirySet,
@@ -49,7 +44,6 @@ from glide_sync import (
     Logger,
     LogLevel,
     NodeAddress,
-    RequestError,
     ServerCredentials,
     TlsAdvancedConfiguration,
 )
@@ -60,6 +54,7 @@ from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.prefix_search import count_leading
 from tpu_offload.storage.url_options import SETTING, UrlOptions
 from tpu_offload.storage.valkey_full import name_generation
+from tpu_offload.storage.valkey_lookups import StoredNames
 from tpu_offload.storage.valkey_records import RecordConnections
 from tpu_offload.storage.valkey_server import EXAMPLE, SCHEMES, ServerOptions, server_options
 
@@ -122,11 +117,11 @@ class ValkeyTier(StorageTier):
         self._left: set[str] = set()  # generations
         self._asked_s = -_ASK_S
         self._num_clears = 0
-        self._touches = True  # may be
         self._records: RecordConnections | _GlideRecords
         self._askers: Client
         try:
             self._askers = connect()
+            self._names = StoredNames(self._askers, self._where)
             through_glide = server.use_tls or server.is_cluster
             self._records = _GlideRecords(connect(), connect()) if through_glide else RecordConnections(server)
             check_kind(self._askers, self._where)
@@ -162,7 +157,7 @@ class ValkeyTier(StorageTier):
           GlideError: the user has no permission.
         """
         nothing = f"{self._root}nothing"
-        self._pipeline([[nothing.encode()]])
+        self._names.count([[nothing.encode()]])
         self._askers.set(nothing, "", conditional_set=ConditionalChange.ONLY_IF_EXISTS)
         self._askers.unlink([nothing])
 
@@ -277,46 +272,9 @@ class ValkeyTier(StorageTier):
             num_keys += len(group)
             if num_keys >= _FIND_BATCH or end == len(groups):
                 names = [[prefix + key for key in keys] for keys in groups[first:end]]
-                counts += _call(lambda names=names: self._pipeline(names))  # type: ignore[misc]
+                counts += _call(lambda names=names: self._names.count(names))  # type: ignore[misc]
                 first, num_keys = end, 0
         return counts
-
-    def _pipeline(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
-        """How many names of each group are stored, which counts as a use of them where the user has `TOUCH`.
-
-        Raises:
-          GlideError: the server does not answer, or refuses.
-        """
-        try:
-            return self._count_in(groups)
-        except RequestError as e:
-            if not self._touches or "touch" not in str(e).lower():  # e.g. no permissions to run the 'touch' command
-                raise
-        self._touches = False
-        found = self._count_in(groups)
-        _logger.warning(
-            "storage tier: the user of %s may not TOUCH, so the server evicts first what engines keep in host memory; "
-            "allow it",
-            self._where,
-        )
-        return found
-
-    def _count_in(self, groups: Sequence[Sequence[bytes]]) -> list[int]:
-        client = self._askers
-        if isinstance(client, GlideClusterClient):  # the keys of one request have to be of one node
-            cluster_batch = ClusterBatch(is_atomic=False)
-            ask_one = cluster_batch.touch if self._touches else cluster_batch.exists
-            for group in groups:
-                for name in group:
-                    ask_one([name])
-            found: Any = iter(client.exec(cluster_batch, raise_on_error=True) or ())
-            return [sum(itertools.islice(found, len(group))) for group in groups]
-        batch = Batch(is_atomic=False)
-        ask = batch.touch if self._touches else batch.exists
-        for group in groups:
-            ask(list(group))
-        answer: Any = client.exec(batch, raise_on_error=True)
-        return list(answer or ())
 
 
 @final
