@@ -77,8 +77,11 @@ class Arrival:
 
     def note_asked(self, first: int, end: int) -> None:
         """Shared storage is asked for these chunks."""
-        self.first_asked_chunk = min(first, self.first_asked_chunk) if self.num_asked_chunks else first
-        self.num_asked_chunks = end
+        if self.num_asked_chunks:
+            first = min(first, self.first_asked_chunk)
+            if end >= self.first_asked_chunk:  # else what is between them is still to be asked for
+                end = max(end, self.num_asked_chunks)
+        self.first_asked_chunk, self.num_asked_chunks = first, end
 
     def start_over(self) -> None:
         """Its keys have changed."""

@@ -232,6 +232,24 @@ def test_a_request_asks_once(engine):
     assert asked(turn(engine)) == [engine.keys(A)]
 
 
+def test_what_was_known_and_is_gone_is_asked_for_alone(engine):
+    """What follows was asked for when it was still there."""
+    longer = [*A, *B]
+    engine.fill(A)
+    engine.clock.now_s += 2.0  # it was asked for, too
+    assert engine.match("a", longer).state is ARRIVING
+    assert asked(turn(engine, lookups="fail")) == [engine.keys(longer)[4:]]
+    engine.fill(prompt(9, num_blocks=8))  # in its place in the host tier
+    for key in engine.keys(A):
+        storage_planner(engine.scheduler).records.remove(key)
+    engine.others_store(longer)
+    assert engine.match("a", longer).state is ARRIVING
+    assert asked(turn(engine)) == [engine.keys(A)]
+    for _ in range(3):
+        engine.match("a", longer)
+        assert not asked(turn(engine))
+
+
 def test_a_failed_read_is_not_asked_for_again(engine):
     engine.others_store(A)
     engine.match("a", A)
@@ -605,7 +623,7 @@ def test_a_policy_that_fails_the_plan_takes_back_the_look_up(engine, monkeypatch
     assert engine.match("b", A).state is ARRIVING
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 23, 33, 42, 51, 55])
 def test_random_lives(seed):
     live_shared(seed)
 

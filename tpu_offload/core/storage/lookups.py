@@ -192,7 +192,10 @@ class LookupPlanner:
             if arrival.num_asked_chunks >= len(keys):
                 arrival.settled_at = settled
             return last, last
-        return first, min(last, first + self._max_keys)
+        end = min(last, first + self._max_keys)
+        if first < arrival.first_asked_chunk:  # what was known has gone; what follows was asked for
+            end = min(end, arrival.first_asked_chunk)
+        return first, end
 
     def _estimate_s(self, first: int, end: int) -> float:
         """How long a request waits to learn whether storage has these chunks; 0 if it would not read them."""
