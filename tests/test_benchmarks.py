@@ -379,7 +379,7 @@ def test_lookups(run):
     assert "find, server has all: " in said
     one, many = report["results"]
     assert {case: figures["round_trips"] for case, figures in one["find"].items()} == {
-        "all": 2,
+        "all": 1,
         "half": 1,
         "nothing": 1,
     }

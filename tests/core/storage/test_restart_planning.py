@@ -146,21 +146,6 @@ def test_a_worker_that_restarts_during_a_deletion_keeps_the_rest(num_workers):
     assert records.room == 0
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_a_worker_lost_is_deleted_on_the_others(num_workers):
-    engine = StorageEngine(num_workers=num_workers)
-    keys = store(engine, A)
-    adopt(engine, *[keys] * num_workers)
-    engine.turn()
-    del engine.workers[0].storage[keys[-1]]
-    planner(engine).adopt(0, keys[:-1])
-    plans = [engine.turn() for _ in range(3)]
-    deleted = [key for plan in plans for job in plan.of(JobKind.DELETE) for key in job.deleted_keys]
-    assert deleted == keys[-1:] * (num_workers - 1)
-    assert planner(engine).stored_keys() == keys[:-1]
-    assert all(list(worker.storage) == keys[:-1] for worker in engine.workers)
-
-
 def test_a_worker_that_restarts_keeps_what_it_has():
     engine = StorageEngine(num_workers=2)
     keys = store(engine, A, B)

@@ -191,10 +191,7 @@ class StoragePlanner:
             records.end_rest(math.inf)
             own = set(listed)
             for name in [name for name in records.stored if name not in own]:
-                if self._num_workers > 1:
-                    records.forget(name)  # the others delete theirs
-                else:
-                    records.remove(name)
+                records.forget(name)
             self.writes.deletions.add_unknown(listed)
 
     def _restore(self, listings: Sequence[Sequence[ChunkKey]]) -> None:
