@@ -14,20 +14,25 @@ TINY_BENCH = (
     *("--num-blocks", "1", "3", "--rounds", "2"),
 )
 
-LINE_BY_LINE = (
-    sys.executable,
-    "-c",
-    "import runpy\n"
-    "from tpu_offload.cli import tables\n"
-    "tables._LINE_INTERVAL_S = 0.0\n"
-    "runpy.run_module('tpu_offload.cli.main', run_name='__main__', alter_sys=True)",
-)
-"""Runs the command with a line of progress after each request, instead of every ten seconds."""
+
+def line_by_line(module):
+    """The beginning of a command that runs a module with a line of progress after each request, not every 10 s."""
+    code = (
+        "import runpy\n"
+        "from tpu_offload.cli import tables\n"
+        "tables._LINE_INTERVAL_S = 0.0\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return sys.executable, "-c", code
 
 
-def interrupted_run(*argv, path, during):
+_MAIN = "tpu_offload.cli.main"
+LINE_BY_LINE = line_by_line(_MAIN)
+
+
+def interrupted_run(*argv, path, during, module=_MAIN):
     """Interrupts a command while it serves the run `during`; returns the report that it wrote to `path`."""
-    command = [*LINE_BY_LINE, *argv, "--json", str(path)]
+    command = [*line_by_line(module), *argv, "--json", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT

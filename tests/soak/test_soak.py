@@ -189,6 +189,6 @@ def test_jobs_without_an_end_are_a_failure():
 @pytest.mark.wide
 def test_interrupt_reports_what_is_there(tmp_path):
     flags = "300", *TINY, "--requests", "400"
-    report = interrupted_run("tests.soak", *flags, path=tmp_path / "r.json", during="baseline")
+    report = interrupted_run(*flags, path=tmp_path / "r.json", during="baseline", module="tests.soak")
     assert report["num_baseline_requests"] > 0
     assert report["faults"] == dict.fromkeys((fault.value for fault in Fault), 0)
