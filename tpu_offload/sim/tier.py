@@ -29,7 +29,7 @@ class Tier:
     ) -> None:
         self._index = ChunkIndex(policy, record=record)
         if is_stored is not None:
-            self._index.on_evict_ask(is_stored)
+            self._index.set_is_stored(is_stored)
         self._index.grow(Pool.CHUNKS, num_chunks)
         self._on_the_way: list[tuple[Use, Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0

@@ -530,7 +530,7 @@ def test_a_chunk_of_much_more_use_stays_though_storage_has_it() -> None:
     often = chain("often", 10)
     tier.serve_all([often] * 5)
     stored = set(often)
-    tier.index.on_evict_ask(stored.__contains__)
+    tier.index.set_is_stored(stored.__contains__)
     tier.serve_all([chain(f"new {i}", 5) for i in range(30)])
     assert tier.num_kept(often) == 10
 
@@ -543,7 +543,7 @@ def test_asks_for_few_chunks_what_storage_has() -> None:
         num_asked += 1
         return key[0] % 2 == 0
 
-    tier.index.on_evict_ask(is_stored)
+    tier.index.set_is_stored(is_stored)
     tier.serve_all(conversations(random.Random(0), 6000, users=500))
     assert tier.index.num_evicted > 10_000
     assert num_asked / tier.index.num_evicted < 3

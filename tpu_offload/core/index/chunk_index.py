@@ -163,8 +163,8 @@ class ChunkIndex:
         assert self._on_evict is None, "a second callback for evictions"
         self._on_evict = call
 
-    def on_evict_ask(self, is_stored: Callable[[ChunkKey], bool]) -> None:
-        """Registers whether storage has a chunk, too, which the policy may ask; see `Residents`."""
+    def set_is_stored(self, is_stored: Callable[[ChunkKey], bool]) -> None:
+        """The policy may ask whether storage has a chunk, too; see `Residents.is_stored`."""
         self._evictor.is_stored = is_stored
 
     def on_checkpoints(self, *, ready: Callable[[Checkpoint], None], evict: Callable[[Checkpoint], None]) -> None:

@@ -32,7 +32,7 @@ class FreeSlots:
     def take(self, num_slots: int) -> list[int]:
         """Hands out `num_slots` slots, or all there are."""
         stack = self._stack
-        if num_slots == 1 and stack:  # nearly always
+        if num_slots == 1 and stack:  # a request that generates
             self.num -= 1
             return [stack.pop()]
         if not num_slots:

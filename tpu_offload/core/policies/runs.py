@@ -26,7 +26,7 @@ MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops
 SLICES = 16  # while as many chunks are used as fit the tier
 LEARN_EVERY = 2048  # chunks used
 HALF_LIFE = 2**13  # runs
-ONLY_HERE = 2.0  # times what a run is worth that storage has, too, the value of one of its class and age that it lacks
+ONLY_HERE = 2.0  # times as much is a run worth that storage lacks as one of its class and age that storage has, too
 
 
 @final
@@ -285,7 +285,7 @@ class RunQueues:
         return time_slice
 
     def is_in(self, run: Run, queue: Queue) -> bool:
-        """Whether the run would be placed in this queue now; another one since parts differ, or no longer do."""
+        """Whether this queue is one of its class and slice; another one is since parts differ, or no longer do."""
         place = self._queue_of[run.class_id]
         queues = self.slice_of(run).queues
         return queues.get(place) is queue or queues.get(place + self.lifetimes.num_classes) is queue

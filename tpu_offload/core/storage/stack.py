@@ -72,7 +72,7 @@ class StorageStackPlanner:
         if self._demoting:
             context.index.on_evict(self._note_evicted)
         elif self._tiers and self._wait_s and not context.checkpoint_groups:
-            context.index.on_evict_ask(self._has)
+            context.index.set_is_stored(self._has)
         self._checkpoints: CheckpointPromotions | None = None
         if self._tiers and context.checkpoint_groups:
             self._checkpoints = CheckpointPromotions(context, self._tiers)
