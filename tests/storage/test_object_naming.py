@@ -158,6 +158,29 @@ def test_a_call_that_fails_while_the_store_is_asked_is_a_doubt_of_its_own(tmp_pa
         assert gate.num_calls == 2, "there is no doubt any more"
 
 
+def test_a_store_that_was_cleared_is_noticed_within_a_minute_without_a_miss(tmp_path, monkeypatch):
+    """An engine wrote on into a generation that nobody would list again, until it happened to read what was gone."""
+    now_s = 1000.0
+    monkeypatch.setattr(object_tier, "monotonic", lambda: now_s)
+    with opened(tmp_path) as tier:
+        write(tier, key_of(0), 0)
+        ObjectTier.open_inspector(f"file://{tmp_path}").clear(lambda num: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "get", gate := Gate(obstore.get))
+            gate.open()
+            now_s += 59
+            write(tier, key_of(1), 1)
+            assert gate.num_calls == 0
+            now_s += 1
+            write(tier, key_of(2), 2)
+            now_s += 59
+            write(tier, key_of(3), 3)
+            assert gate.num_calls == 1, "it is asked once a minute"
+        wait_until_swept()
+    with opened(tmp_path) as tier:
+        assert sorted(tier.stored_keys()) == [key_of(2), key_of(3)]
+
+
 def test_an_answer_of_before_a_clear_is_not_used(tmp_path, monkeypatch, waiting):
     """The worker keeps them apart; if it did not, a cleared generation would have its name back."""
     with opened(tmp_path) as tier:

@@ -5,8 +5,9 @@
 An object is named `<fingerprint>/<worker>/<generation>/<key>.kv`, the key in hexadecimal. Keys are hashes, so names
 spread over the key range of a bucket. The object `<fingerprint>/<worker>/generation` names the current generation, a
 random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
-background. After a call has failed or a record was missing, an engine looks at that object again before it writes: it
-may be gone with all else, and is written again then, or `tpu-offload tier clear` has named another, which is taken up.
+background. After a call has failed or a record was missing, and once a minute, an engine looks at that object again
+before it writes. It may be gone with all else, and is written again then, or `tpu-offload tier clear` has named
+another, which is taken up.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
@@ -19,6 +20,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from time import monotonic
 from typing import final
 
 import numpy as np
@@ -40,6 +42,7 @@ from tpu_offload.storage.url_options import SETTING
 _logger = logging.getLogger(__name__)
 
 _STREAM_NBYTES = 1 << 20
+_NAMED_S = 60.0  # for which the store names the same generation, as far as an engine knows
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
 _OF_BEFORE = "objects of earlier generations"
 _FULL = "No space left"  # on a directory's disk
@@ -74,6 +77,7 @@ class ObjectTier(StorageTier):
         self._generation = new_generation()
         self._is_published = False
         self._is_doubtful = False  # whether the store may name another one by now
+        self._checked_s = monotonic()  # when it was asked last
         self._naming: Future[OSError | None] | None = None  # of the thread that asks it, what went wrong
         self._earlier: set[str] = set()  # generations to delete
         self._sweepers: list[threading.Thread] = []
@@ -297,6 +301,7 @@ class ObjectTier(StorageTier):
             with self._lock:
                 naming = self._naming
                 if naming is None:
+                    self._is_doubtful |= monotonic() - self._checked_s >= _NAMED_S
                     if self._is_published and not self._is_doubtful:
                         return
                     self._naming = mine = Future[OSError | None]()
@@ -322,6 +327,7 @@ class ObjectTier(StorageTier):
             if not (self._is_doubtful and self._is_published):
                 return
             self._is_doubtful = False  # before the answer: a call that fails from here on is a doubt of its own
+            self._checked_s = monotonic()
         try:
             found = self._named()
         except (BaseError, OSError) as e:
