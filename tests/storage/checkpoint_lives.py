@@ -9,7 +9,13 @@ from typing import Any
 from tests.core.fakes import POISON, FakeWorker
 from tests.core.window_engine import WindowEngine, window_layout
 from tests.core.window_lives import RandomLife, run_many
-from tests.inside.scheduler import current_namespace, storage_planner, storage_planners, tier_context
+from tests.inside.scheduler import (
+    current_namespace,
+    forget_confirmations,
+    storage_planner,
+    storage_planners,
+    tier_context,
+)
 from tests.storage.fakes import SharedWorker, StorageWorker
 from tests.storage.memory_tier import NAME
 from tpu_offload import KVLayout, MatchState, OffloadStats
@@ -140,6 +146,8 @@ class SharedCheckpointLife(CheckpointLife):
         super().__init__(seed, storage_tier=(NAME,), num_storage_chunks=(100,), storage_write_on="save",
                          storage_admission="all", max_storage_gb_in_flight=1e-3, storage_lookup_wait_s=1.0)  # fmt: skip
         self.evicted: dict[ChunkKey, bytes] = {}
+        self.ages = random.Random(-1000 - seed)
+        self.age_rate = self.ages.choice([0, 0.1, 0.5])
         for worker in self.engine.workers:
             storage_planner(self.engine.scheduler).adopt(worker.worker_id, (), is_shared=True)
 
@@ -160,6 +168,11 @@ class SharedCheckpointLife(CheckpointLife):
                     worker.storage[name] = content
             self.evicted.clear()
         super().step()
+
+    def arrive(self) -> None:
+        if self.ages.random() < self.age_rate:
+            forget_confirmations(storage_planner(self.engine.scheduler))
+        super().arrive()
 
     def check_storage(self) -> None:
         """What counts as stored may be gone; what is there is right."""

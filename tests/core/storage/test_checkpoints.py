@@ -12,6 +12,7 @@ from tests.inside.scheduler import (
     checkpoint_table,
     chunk_index,
     current_namespace,
+    forget_confirmations,
     request_table,
     storage_planner,
     storage_planners,
@@ -632,3 +633,67 @@ def test_a_piece_that_a_server_has_evicted_is_missing(num_rows):
         worker_of(other).storages[0].pop(name, None)
     assert wait(other, "a", A)[0].state is MatchState.MISS
     assert other.scheduler.stats().num_failed_jobs == 0
+
+
+def asked_again(plans: list[Any]) -> set[ChunkKey]:
+    """The names that these plans ask for, each by itself."""
+    lookups = [job for plan in plans for job in plan.of(JobKind.LOOKUP)]
+    assert all(len(prefix) == 1 for job in lookups for prefix in job.prefixes)
+    return {prefix[0] for job in lookups for prefix in job.prefixes}
+
+
+def use_later(engine: WindowEngine, name: str, tokens: list[int]) -> list[Any]:
+    """A request with this prompt comes once nothing is confirmed any more; the plans until all is done."""
+    forget_confirmations(storage_planner(engine.scheduler))
+    match(engine, name, tokens)
+    plans = rest(engine)
+    engine.scheduler.finish(name)
+    return plans
+
+
+def test_a_checkpoint_of_which_a_server_has_evicted_a_record_is_written_again(num_rows):
+    """What is in the host tier is never read from the server, so it evicts it first; new engines would find nothing."""
+    engine = make_shared(num_rows)
+    serve(engine, "a", A)
+    records = storage_planner(engine.scheduler).records
+    stored = set(records.stored)
+    pieces = {name for name in stored if not name.endswith(current_namespace(engine.scheduler))}
+    last = list(records.may_end_at().values())
+    assert last, "no checkpoint was written"
+    assert pieces
+
+    assert asked_again(use_later(engine, "b", A)) >= set(last), "of the last checkpoint"
+    assert set(records.stored) == stored, "all is there"
+
+    for name in last:
+        del worker_of(engine).storages[0][name]
+    use_later(engine, "c", A)
+    assert set(records.stored) == stored
+    assert worker_of(engine).storages[0].keys() >= stored, "it was written again"
+    assert engine.scheduler.stats().vanished_storage_chunks == len(last)
+    other = share(make(num_rows=num_rows))
+    worker_of(other).storages[0] = worker_of(engine).storages[0]
+    assert wait(other, "a", A)[0].num_tokens == 6 * BLOCK_SIZE
+
+
+def test_a_checkpoint_that_is_gone_from_the_host_tier_is_forgotten(num_rows):
+    engine = make_shared(num_rows)
+    serve(engine, "a", A)
+    records = storage_planner(engine.scheduler).records
+    last = list(records.may_end_at().values())
+    for name in last:
+        del worker_of(engine).storages[0][name]
+    forget_confirmations(storage_planner(engine.scheduler))
+    match(engine, "b", A)
+    plan, results = engine.step()
+    assert asked_again([plan]) >= set(last)
+    engine.scheduler.finish("b")
+    checkpoints = chunk_index(engine.scheduler).checkpoints
+    for key in records.may_end_at():
+        checkpoint = checkpoints.get(key)
+        assert checkpoint is not None
+        checkpoints.drop(checkpoint)
+    engine.apply(engine.workers[0], results[0] + engine.workers[0].finish())
+    assert engine.scheduler.stats().vanished_storage_chunks == len(last)
+    assert not set(last) & set(records.stored)
+    assert not any(plan.of(JobKind.CASCADE) for plan in rest(engine))

@@ -16,15 +16,17 @@ are in two sets, of this interval and of the one before, so a name is asked for 
 bounded: an engine that uses more chunks than they hold within an interval asks more often. One lookup of `MAX_ASKED`
 names is in flight at a time; asking for each by itself takes the worker's thread for lookups some milliseconds.
 
-Only chunks of full attention are asked for; the pieces of checkpoints of a model with windows or states are not. Nor is
-anything after a reset, when no other engine has these keys, or without lookups.
+With windows or states, the records of the last checkpoint of the prefix that the host tier has are asked for as well: a
+new engine can use the chunks up to a checkpoint only. If some of them are missing the whole checkpoint is offered.
+
+Nothing is asked for after a reset, when no other engine has these keys, or without lookups.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import ChunkState
+from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.policies import Use
 from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.types import ChunkKey
@@ -43,22 +45,31 @@ class Confirmations:
       context: the scheduler's shared state.
       records: the tier's.
       offer: called with chunks to be written again, and the uses for which they were asked for.
+      offer_checkpoint: called with checkpoints to be written again.
     """
 
     def __init__(
-        self, context: TierContext, records: StoredRecords, *, offer: Callable[[Mapping[ChunkKey, Use]], None]
+        self,
+        context: TierContext,
+        records: StoredRecords,
+        *,
+        offer: Callable[[Mapping[ChunkKey, Use]], None],
+        offer_checkpoint: Callable[[Checkpoint], None],
     ) -> None:
         self._index = context.index
         self._counts = context.counts
         self._clock = context.clock
         self._records = records
         self._offer = offer
+        self._offer_checkpoint = offer_checkpoint
+        self._has_checkpoints = bool(context.checkpoint_groups)
         self._is_enabled = False
         self._recent: set[ChunkKey] = set()  # confirmed since the last rotation
         self._before: set[ChunkKey] = set()  # in the interval before it
         self._rotated_s = 0.0
-        self._wanted: dict[ChunkKey, Use] = {}  # to be asked for
-        self._asked: dict[ChunkKey, Use] = {}  # by the lookup in flight
+        # To be asked for, and asked for by the lookup in flight: of a chunk the use, of a checkpoint's record its key.
+        self._wanted: dict[ChunkKey, Use | ChunkKey] = {}
+        self._asked: dict[ChunkKey, Use | ChunkKey] = {}
 
     def enable(self) -> None:
         """The tier is shared, and is asked."""
@@ -88,13 +99,22 @@ class Confirmations:
         if not self._is_enabled:
             return
         self._rotate()
+        self._want(keys, use)
+        if self._has_checkpoints:
+            get = self._index.checkpoints.get
+            last = next((found for key in reversed(keys) if (found := get(key)) is not None), None)
+            if last is not None:
+                pieces = self._index.checkpoints.pieces_of(last)
+                self._want([name for piece in pieces for name in self._records.of_slot(*piece)], last.key)
+
+    def _want(self, names: Iterable[ChunkKey], why: Use | ChunkKey) -> None:
         recent, before, stored = self._recent, self._before, self._records.stored
-        for key in keys:
-            if key in recent or key in before or key not in stored or key in self._asked:
+        for name in names:
+            if name in recent or name in before or name not in stored or name in self._asked:
                 continue
-            if len(self._wanted) >= _MAX_WANTED and key not in self._wanted:
+            if len(self._wanted) >= _MAX_WANTED and name not in self._wanted:
                 break  # the next request asks for it
-            self._wanted[key] = use
+            self._wanted[name] = why
 
     @property
     def has_wanted(self) -> bool:
@@ -114,9 +134,9 @@ class Confirmations:
         asked, wanted = self._asked, self._wanted
         while wanted and len(asked) < most:
             key = next(iter(wanted))
-            use = wanted.pop(key)
+            why = wanted.pop(key)
             if self._is_doubtful(key):
-                asked[key] = use
+                asked[key] = why
         return list(asked)
 
     def answered(self, num_found: Sequence[int]) -> None:
@@ -130,8 +150,19 @@ class Confirmations:
         for key in missing:
             self._records.remove(key)
         self._counts.vanished_storage_chunks += len(missing)
-        state = self._index.state
-        self._offer({key: asked[key] for key in missing if state(key) is ChunkState.READY})
+        chunks: dict[ChunkKey, Use] = {}
+        ends: dict[ChunkKey, None] = {}
+        for key in missing:
+            why = asked[key]
+            if not isinstance(why, Use):
+                ends[why] = None
+            elif self._index.state(key) is ChunkState.READY:
+                chunks[key] = why
+        self._offer(chunks)
+        for end in ends:
+            checkpoint = self._index.checkpoints.get(end)
+            if checkpoint is not None and not (checkpoint.rolls or checkpoint.num_pending):
+                self._offer_checkpoint(checkpoint)
 
     def _is_doubtful(self, key: ChunkKey) -> bool:
         """Whether it is taken for stored and not confirmed; what is being read soon is, or is missing."""

@@ -92,7 +92,9 @@ class StoragePlanner:
             mark_lost=mark_lost,
             neighbors=neighbors,
         )
-        self.confirmations = Confirmations(context, records, offer=self.writes.offer)
+        self.confirmations = Confirmations(
+            context, records, offer=self.writes.offer, offer_checkpoint=self.writes.offer_checkpoint
+        )
         self.lookups = LookupPlanner(
             context,
             tier,
@@ -235,7 +237,9 @@ class StoragePlanner:
         else:
             self.writes.ended(job, bad)
         if self.records.is_shared:
-            self.confirmations.note([key for i, key in enumerate(job.keys) if i not in bad])
+            good = [i for i in range(len(job.keys)) if i not in bad]
+            names = self.records.of_slots([job.keys[i] for i in good], [job.slots[i] for i in good])
+            self.confirmations.note(names)
 
     # State.
 
