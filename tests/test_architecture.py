@@ -354,6 +354,7 @@ EXTRAS = {  # by part or file, the first one of its own; the others need none
     "monitoring/files.py": ("monitoring",),
     "storage/object.py": ("object",),
     "storage/object_deletion.py": ("object",),
+    "storage/object_errors.py": ("object",),
     "storage/object_inspection.py": ("object",),
     "storage/object_store.py": ("object",),
     "storage/valkey.py": ("valkey",),

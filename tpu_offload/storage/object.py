@@ -93,6 +93,7 @@ class ObjectTier(StorageTier):
                 if is_new:
                     self._adopt()  # only to find that reads are refused
                 self._check_deletion()
+                self._check_listing()
             except (BaseError, OSError) as e:
                 if is_new or _FULL not in str(e):
                     raise
@@ -118,6 +119,14 @@ class ObjectTier(StorageTier):
                 where(self._store),
                 reason(e),
             )
+
+    def _check_listing(self) -> None:
+        """Finds out whether listing is refused: then each start would discard what the last one has written."""
+        try:
+            next(iter(obstore.list(self._store, f"{self._root}/{self._generation}", chunk_size=1)), None)
+        except (BaseError, OSError) as e:
+            if not may_answer_later(e):
+                raise self._refused(e, "what it stores cannot be listed: ") from None
 
     def _adopt(self) -> bool:
         found = self._named()

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import final
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import MemoryStore, S3Store
 
-from tpu_offload.storage.object_errors import is_outage, reason
+from tpu_offload.storage.object_errors import concerns_all, reason
 from tpu_offload.storage.object_store import Store
 
 BATCH = 1000
+_MAX_REFUSED = 16  # one after the other, until the rest of a call is not tried
 
 
 @final
@@ -23,7 +24,7 @@ class LeftObjectsError(OSError):
     Args:
       why: what went wrong first.
       names: of those that may still be stored.
-      is_outage: the error concerns others as well, which were not tried.
+      is_outage: the error concerns all others as well, which were not tried.
     """
 
     def __init__(self, why: str, names: Sequence[str], *, is_outage: bool) -> None:
@@ -35,7 +36,8 @@ class LeftObjectsError(OSError):
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
     """Deletes objects; those that are missing are ignored.
 
-    All are tried, until an error concerns more than its object: a store that is down is not asked again.
+    All are tried, until an error concerns all of them: a store that is down is not asked again. Nor is one that has
+    refused many in a row, as where a policy forbids deletions: the rest counts as refused.
 
     Args:
       store: that has them.
@@ -47,7 +49,7 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
     stop = stop or threading.Event()
     left: list[str] = []
     first_error: BaseException | None = None
-    concerns_all = False
+    is_outage, num_refused = False, 0
     # Other stores have no batches: obstore would send a request for each object, and end at the first that is missing.
     calls = deque(itertools.batched(names, BATCH if isinstance(store, (S3Store, MemoryStore)) else 1))
     while calls and not stop.is_set():
@@ -55,23 +57,18 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
         try:
             obstore.delete(store, batch if len(batch) > 1 else batch[0])
         except (BaseError, OSError) as e:
-            concerns_all = _concerns_all(e, batch)
-            if len(batch) > 1 and not concerns_all:  # the error names one object, and there may be others
+            is_outage = concerns_all(e)
+            if len(batch) > 1 and not is_outage:  # the error names one object, and there may be others
                 calls.extendleft((name,) for name in reversed(batch))
                 continue
-            if isinstance(e, FileNotFoundError):
+            if isinstance(e, FileNotFoundError) and not is_outage:
                 continue
-            first_error = first_error or e
+            first_error, num_refused = first_error or e, num_refused + 1
             left += batch
-            if concerns_all:
+            if is_outage or num_refused == _MAX_REFUSED:
                 left += itertools.chain.from_iterable(calls)
                 break
+        else:
+            num_refused = 0
     if first_error is not None:
-        raise LeftObjectsError(reason(first_error), left, is_outage=concerns_all) from first_error
-
-
-def _concerns_all(error: BaseException, batch: Sequence[str]) -> bool:
-    """Whether those of other objects would fail, too. One alone may be denied because its object is under a hold."""
-    if isinstance(error, PermissionDeniedError):
-        return len(batch) > 1
-    return is_outage(error) or isinstance(error, UnauthenticatedError)
+        raise LeftObjectsError(reason(first_error), left, is_outage=is_outage) from first_error

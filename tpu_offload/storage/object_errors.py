@@ -1,9 +1,26 @@
-"""What errors of obstore mean: it has no types for them."""
+"""What errors of obstore mean: it has no types for most of them."""
 
 import re
 
-# Signs in an error of obstore, which has no types for them: the store may answer later, or never will.
-_UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted", "status code: 5")
+from obstore.exceptions import UnauthenticatedError
+
+# Signs in the text of an error. The store cannot be reached, or is overloaded, whatever it was asked for:
+_UNREACHABLE = ("kind: Connect", "kind: Timeout", "kind: Request", "kind: Interrupted")
+_STATUS = re.compile(r"status code: (\d{3})")
+_NOT_IMPLEMENTED = 501
+_PASSING_STATUS = (408, 429)  # and those of 500 and more
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_PASSING_CODES = {
+    "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling",
+    "TooManyRequests",
+}  # fmt: skip
+# It answers, and every other request would fail, too:
+_CODES_OF_ALL = {
+    "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoSuchBucket",
+    "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
+}  # fmt: skip
+_FILES_OF_ALL = ("Read-only file system", "Input/output error", "Stale file handle", "not connected")
+# It will never answer:
 _REFUSED = ("dns error", "ertificate")
 _REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
 _OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
@@ -11,9 +28,28 @@ _METADATA_SERVERS = ("169.254.169.254", "169.254.170.2", "metadata.google.intern
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the store cannot be reached or has failed, whatever it was asked for."""
+    """Whether the store cannot be reached, has failed or is overloaded, whatever it was asked for."""
     text = str(error)
-    return any(sign in text for sign in _UNREACHABLE)
+    if any(sign in text for sign in _UNREACHABLE) or (_codes(text) & _PASSING_CODES):
+        return True
+    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    return status in _PASSING_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
+
+
+def concerns_all(error: BaseException) -> bool:
+    """Whether requests for other objects would fail, too: an outage, or for instance credentials that have expired."""
+    text = str(error)
+    return (
+        is_outage(error)
+        or isinstance(error, UnauthenticatedError)
+        or bool(_codes(text) & _CODES_OF_ALL)
+        or any(sign in text for sign in _FILES_OF_ALL)
+    )
+
+
+def _codes(text: str) -> set[str]:
+    """The codes in an answer of S3."""
+    return set(_CODE.findall(text))
 
 
 def may_answer_later(error: BaseException) -> bool:

@@ -907,6 +907,49 @@ def test_a_tier_that_refuses_half_of_all_deletions_takes_writes_as_long_as_it_ha
     assert worker.most_stored[0] <= 64
 
 
+def test_a_tier_that_refuses_all_deletions_keeps_what_it_has(caplog):
+    """As where a policy forbids them, or each fails with an error that seems to be of one record. It gave all up."""
+    engine = StorageEngine(num_host_chunks=8, num_storage_chunks=64, breaker_retry_s=5.0)
+    worker, records = engine.workers[0], storage_planner(engine.scheduler).records
+    for i in range(16):
+        engine.fill(prompt(i))
+    assert len(records.stored) == 64
+    worker.undeletable = set(records.stored)
+    for i in range(16, 40):
+        engine.fill(prompt(i))
+        engine.scheduler.check_invariants()
+    assert 64 - 8 <= len(records.stored) < 64, "a sixteenth, and what was evicted in the same step"
+    assert len(records.undeletable) == 64 - len(records.stored)
+    assert caplog.text.count("refuses to delete its records: nothing is evicted") == 1
+    assert engine.scheduler.stats().dropped_cascade_chunks > 80
+    found = engine.match("a", prompt(8))
+    assert found.state is ARRIVING, "what it has is read"
+    engine.rest()
+    engine.scheduler.finish("a")
+
+    worker.undeletable = set()
+    engine.clock.now_s += 330.0
+    for _ in range(4):
+        engine.turn()
+    assert not records.undeletable
+    assert caplog.text.count("deletes its records again") == 1
+    engine.fill(prompt(50))
+    assert set(engine.keys(prompt(50))) <= set(records.stored)
+    assert worker.most_stored[0] <= 64
+
+
+def test_refusals_in_a_tier_that_deletes_others_do_not_add_up(caplog):
+    engine = StorageEngine(num_host_chunks=8, num_storage_chunks=64, breaker_retry_s=1e6)
+    for i in range(30):
+        keys = engine.keys(prompt(i))
+        engine.fill(prompt(i))
+        engine.workers[0].undeletable.update(keys[3:] if i < 16 else ())
+    records = storage_planner(engine.scheduler).records
+    assert len(records.undeletable) > 8
+    assert set(engine.keys(prompt(29))) <= set(records.stored)
+    assert "nothing is evicted" not in caplog.text
+
+
 def test_a_record_that_was_written_again_while_its_deletion_was_refused_counts_once():
     engine = StorageEngine(num_storage_chunks=8)
     engine.fill(prompt(0))

@@ -13,6 +13,8 @@ from tpu_offload.types import ChunkKey, JobKind
 _MAX_DELETES = 256  # a step
 _MAX_TRIED_AGAIN = 8  # of those, that the tier has refused to delete before
 _MAX_WAITS = 64  # of `retry_s`, until they are tried again
+_MAX_REFUSED = 64  # in a row, until nothing more is evicted,
+_MAX_REFUSED_SHARE = 1 / 16  # or so much of a smaller tier
 
 _logger = logging.getLogger(__name__)
 
@@ -22,7 +24,9 @@ class Deletions:
     """Plans the deletions of one tier, and repeats those that fail.
 
     A record that the tier refuses to delete, while it answers, is left alone and takes room. A few of these are tried
-    again after a while: in a batch with others, so that they hold up nothing, and more often if that succeeds.
+    again after a while: in a batch with others, so that they hold up nothing, and more often if that succeeds. A tier
+    that has refused many one after the other would end up with nothing else: as long as it deletes none of them,
+    nothing more is evicted. What it has can still be read, and nothing new is written.
 
     Args:
       records: the tier's.
@@ -46,6 +50,13 @@ class Deletions:
         self._clock = clock
         self._retry_at_s = 0.0
         self._tried_again: set[ChunkKey] = set()  # by the job in flight
+        self._num_refused = 0  # since a record was deleted
+        self._max_refused = min(_MAX_REFUSED, max(1, int(records.capacity * _MAX_REFUSED_SHARE)))
+
+    @property
+    def make_room(self) -> bool:
+        """Whether it is of use to evict a record."""
+        return self._num_refused < self._max_refused
 
     def plan(self, now_s: float) -> None:
         """Plans one batch at a time, which bounds how many deletions are retried after a failure."""
@@ -75,6 +86,7 @@ class Deletions:
         records, tried_again, num_refused = self._records, self._tried_again, 0
         records.num_deleting -= len(job.wire.deleted_keys)
         self._tried_again = set()
+        self._count_refused(len(job.missing.difference(bad)), len(job.wire.deleted_keys) - len(job.missing.union(bad)))
         for i, name in enumerate(job.wire.deleted_keys):
             if records.knows(name) or name in records.to_delete:  # it was written meanwhile, and that may have failed
                 continue
@@ -87,6 +99,18 @@ class Deletions:
             some_are_gone = num_refused < len(tried_again)
             self._wait_s = self._retry_s if some_are_gone else min(2 * self._wait_s, _MAX_WAITS * self._retry_s)
             self._retry_at_s = 0.0 if some_are_gone else self._clock() + self._wait_s
+
+    def _count_refused(self, num_refused: int, num_deleted: int) -> None:
+        """A job has ended of which so many were refused, and so many deleted."""
+        made_room = self.make_room
+        self._num_refused = 0 if num_deleted else self._num_refused + num_refused
+        if self.make_room != made_room:
+            _logger.warning(
+                "storage tier %s deletes its records again" if self.make_room else
+                "storage tier %s refuses to delete its records: nothing is evicted and nothing new is written until it "
+                "deletes them; what it has is still read",
+                self._label,
+            )  # fmt: skip
 
     def _leave_alone(self, name: ChunkKey, *, is_new: bool) -> None:
         undeletable = self._records.undeletable

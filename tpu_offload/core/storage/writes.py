@@ -337,6 +337,8 @@ class StorageWrites:
 
         Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
         """
+        if not self.deletions.make_room:
+            return
         records = self._records
         num_written = min(len(self._candidates), MAX_CASCADES)
         if self._checkpoints:
