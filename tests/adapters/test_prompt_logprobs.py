@@ -196,6 +196,27 @@ def test_a_request_whose_last_chunk_vllm_drops(runner, collected_first, chunks):
     assert sent == WHOLE
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_a_request_that_is_rolled_back_after_its_last_chunk(runner, is_left_out, is_async):
+    """A load has destroyed the caches in that step, and vLLM has dropped its output. The next one may be in flight."""
+    runner.step(new=["a", "b"])
+    assert runner.run("a", CHUNKS) == WHOLE
+    if is_async:
+        runner.step(cached=[("a", NUM_PROMPT, 1), ("b", 4, 0)])
+        assert runner.collect(runner.compute("a", NUM_PROMPT, 1)) == {}
+    if is_left_out:
+        runner.step(cached=[("b", 4, 0)])
+    for _ in range(2):
+        runner.step(cached=[("a", 0, 0), ("b", 4, 0)])
+        sent = runner.run("a", CHUNKS)
+        assert sent == (WHOLE if runner.patch or is_left_out else {})
+        if not runner.patch:
+            return
+    runner.step(finished=["a"])
+    assert not runner.patch._params
+
+
 def test_an_aborted_request_leaves_nothing(runner):
     runner.step(new=["a", "b"])
     runner.collect(runner.compute("a", *CHUNKS[0]))
@@ -230,7 +251,7 @@ def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     cached = SimpleNamespace(req_ids=["a"], resumed_req_ids=set(), num_output_tokens=[0])
     if gone == "num_output_tokens":
         del cached.num_output_tokens
-    output = SimpleNamespace(scheduled_cached_reqs=cached)
+    output = SimpleNamespace(scheduled_cached_reqs=cached, finished_req_ids=())
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         batches.update_states(output, None)
         batches.update_states(output, None)

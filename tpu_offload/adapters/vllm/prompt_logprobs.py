@@ -16,15 +16,21 @@ blocks only when the step in flight has ended, so the next one is empty.
                     runner still hands over the buffer, and the chunks of the resumed request find none, which ends the
                     engine.
 
+    Rolled back     If a load destroys the caches, vLLM drops the step's output. A request whose last chunk was in that
+                    step may stay in the batch. It has handed its buffer over, and nobody asks for another.
+
 `PromptLogprobs` has the runner ask for nothing once vLLM has a token of the request or one is in flight, and else keep
-the buffer that the request has. A resumed request without tokens gets a state of its own, because what is in flight for
-it takes the buffer from the old one. docs/upstream has the change to tpu-inference.
+the buffer that the request has, or make one if it has handed it over. A resumed request without tokens gets a state of
+its own, because what is in flight for it takes the buffer from the old one. docs/upstream has the change to
+tpu-inference.
 """
 
 import copy
 import dataclasses
 import logging
 from typing import Any, final
+
+import numpy as np
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +63,7 @@ class PromptLogprobs:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._has_failed = False
+        self._params: dict[str, Any] = {}  # of requests that are not asked for prompt logprobs any more, with these
         self._batches = getattr(runner, "persistent_batch_manager", None)
         self._original = getattr(self._batches, "update_states", None)
         if self._original is not None:
@@ -99,22 +106,42 @@ class PromptLogprobs:
         """Requests of a step that keep their buffers. Those that need none are no longer asked for prompt logprobs."""
         incomplete: list[_Incomplete] = []
         cached, requests = output.scheduled_cached_reqs, self._runner.requests
+        for request_id in output.finished_req_ids:
+            self._params.pop(request_id, None)
         for request_id, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             state = requests[request_id]
-            params = state.sampling_params
+            params = state.sampling_params = self._params.pop(request_id, state.sampling_params)
             if params is None or params.prompt_logprobs is None:
                 continue
             without = copy.copy(params)
             without.prompt_logprobs = None
             if num_outputs:
                 state.sampling_params = without  # vLLM has the parameters themselves, too: they are not changed
+                self._params[request_id] = params
                 continue
             if request_id in cached.resumed_req_ids:
                 requests[request_id] = state = copy.copy(state)
+            elif self._has_handed_over(request_id):
+                state.in_progress_prompt_logprobs_cpu = self._new_buffer(state, params)
             buffer = state.in_progress_prompt_logprobs_cpu
             if buffer is not None:
                 incomplete.append(_Incomplete(state, params, without, buffer[0].shape[1] - 1))
         return incomplete
+
+    def _has_handed_over(self, request_id: str) -> bool:
+        """Whether a request has handed its buffer over, and is computed again without having left the batch."""
+        batch = self._runner.input_batch
+        return request_id in batch.req_id_to_index and request_id not in batch.num_prompt_logprobs
+
+    def _new_buffer(self, state: Any, params: Any) -> tuple[Any, ...] | None:
+        """As `InputBatch.add_request` makes it; None for a prompt of one token."""
+        num = len(state.prompt_token_ids) - 1
+        all_logprobs = self._runner.input_batch.vocab_size
+        num_logprobs = (all_logprobs if params.prompt_logprobs == -1 else params.prompt_logprobs) + 1
+        if num <= 0:
+            return None
+        tables = [np.empty((num, num_logprobs), dtype) for dtype in (np.int32, np.float32)]
+        return *tables, np.empty(num, np.int32)
 
     def _log_incompatible(self, error: Exception) -> None:
         if not self._has_failed:
