@@ -557,7 +557,8 @@ def test_a_host_tier_that_takes_long_to_allocate(monkeypatch):
 
 def test_a_good_machine_passes(tmp_path, capsys):
     path = tmp_path / "report.json"
-    settings = {"kv_connector": "TPUOffloadConnector", "kv_connector_extra_config": {"host_gb": 0.1}}
+    settings: dict[str, object] = {"kv_connector": "TPUOffloadConnector", "kv_connector_extra_config": {"host_gb": 0.1}}
+    settings["kv_load_failure_policy"] = "recompute"
     assert main(["doctor", "--settings", json.dumps(settings), "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(path.read_text())
@@ -566,6 +567,13 @@ def test_a_good_machine_passes(tmp_path, capsys):
     assert "warning devices: " in "\n".join(lines)
     assert all(re.match(r"(ok|warning|error) +[\w :,]+: ", line) for line in lines[:-1])
     assert {"python", "jax", "tpu_offload"} <= set(report["versions"])
+
+
+@pytest.mark.parametrize(("given", "named"), [({}, "'fail'"), ({"kv_load_failure_policy": "fail"}, "'fail'")])
+def test_the_policy_by_which_failed_loads_end_requests(capsys, given, named):
+    settings = {"kv_connector": "TPUOffloadConnector", "kv_connector_extra_config": {"host_gb": 0.1}} | given
+    assert main(["doctor", "--no-devices", "--settings", json.dumps(settings)]) == 0
+    assert f"warning settings: kv_load_failure_policy is {named}: a request whose load" in capsys.readouterr().out
 
 
 def test_a_bad_machine_has_status_1(monkeypatch, capsys):

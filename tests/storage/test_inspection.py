@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -635,3 +636,24 @@ def test_it_needs_no_jax(tmp_path):
         "s.count(i.scan()); assert s.num_records == 1; assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=120, check=True)
+
+
+def test_it_stops_while_the_store_does_not_answer(tmp_path, directory, monkeypatch):
+    """It waited for the read, and the process for those that had begun after it."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hang(record, nbytes):
+        asked.set()
+        assert answers.wait(60)
+        raise KeyError(record.place)
+
+    with inspected(str(tmp_path)) as inspector:
+        monkeypatch.setattr(inspector, "read", hang)
+        verification = Verification(inspector, headers_only=False)
+        try:
+            records = Survey().records(inspector.scan())
+            verification.run(records, on_record=pytest.fail, stops=asked.is_set)
+            assert asked.is_set()
+            assert not verification.counts
+        finally:
+            answers.set()

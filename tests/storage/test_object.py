@@ -27,7 +27,14 @@ from tests.storage.objects import (
 )
 from tests.storage.test_file import expect_sound, run_until_killed
 from tpu_offload.errors import ConfigError
-from tpu_offload.storage import RecordError, UndeletedError, object_deletion, object_errors, object_names
+from tpu_offload.storage import (
+    RecordError,
+    UndeletedError,
+    object_deletion,
+    object_errors,
+    object_late_writes,
+    object_names,
+)
 from tpu_offload.storage import object as object_tier
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
 
@@ -361,6 +368,69 @@ def test_records_of_many_parts(store_url, monkeypatch):
     with opened(store_url) as tier:
         write(tier, key_of(1), 1)
         assert read(tier, key_of(1)) == payload(1)
+
+
+def test_a_write_that_arrives_after_its_deletion_is_deleted_once_more(store_url, monkeypatch):
+    """The bucket grew past the size of the tier, by an object for each write that had timed out."""
+    now_s, put, late = 1000.0, obstore.put, []
+    monkeypatch.setattr(object_late_writes, "monotonic", lambda: now_s)
+
+    def arrive_late(store, path, data, **options):
+        late.append((path, bytes(data)))
+        raise OUTAGE
+
+    with opened(store_url) as tier:
+        for i in range(3):
+            write(tier, key_of(i), i)
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", arrive_late)
+            for i in (3, 4):
+                with pytest.raises(OSError, match="Timeout"):
+                    write(tier, key_of(i), i)
+        tier.delete([key_of(3), key_of(4)])
+        for path, data in late:
+            put(tier._store, path, data)
+        now_s += 59
+        tier.delete([key_of(0)])
+        assert len(names(tier)) == 1 + 4, "they may come still later"
+        write(tier, key_of(4), 4)
+        now_s += 1
+        tier.delete([key_of(1)])
+        assert names(tier) == sorted([marker_of(tier), *(object_of(tier, key_of(i)) for i in (2, 4))])
+        assert read(tier, key_of(4)) == payload(4), "it was written again"
+
+
+def test_an_outage_while_late_writes_are_deleted_is_no_failure_of_others(store_url, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(object_late_writes, "monotonic", lambda: now_s)
+    with opened(store_url) as tier:
+        write(tier, key_of(0), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", Failing(1, obstore.put))
+            with pytest.raises(OSError, match="Timeout"):
+                write(tier, key_of(1), 1)
+        obstore.put(store_of(tier), object_of(tier, key_of(1)), b"late")
+        now_s += 60
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "delete", Failing(1, obstore.delete))
+            tier.delete([key_of(0)])
+        assert names(tier) == sorted([marker_of(tier), object_of(tier, key_of(1))])
+        now_s += 60
+        tier.delete([])
+        assert names(tier) == [marker_of(tier)]
+
+
+class Failing:
+    """A call of obstore that fails so many times first."""
+
+    def __init__(self, num_failures, call):
+        self.num_left, self.call = num_failures, call
+
+    def __call__(self, *args, **options):
+        if self.num_left:
+            self.num_left -= 1
+            raise OUTAGE
+        return self.call(*args, **options)
 
 
 def test_deletion_in_batches(store_url, monkeypatch):

@@ -93,8 +93,8 @@ def _say(line: str) -> None:
 
 def end_process(status: int) -> NoReturn:
     """Ends the process after its command, with no further output."""
-    if status == INTERRUPTED or any(thread.daemon for thread in threading.enumerate()):
-        # The interpreter would wait for a compilation whose result is not needed, or crash it by shutting down.
+    if status == INTERRUPTED or threading.active_count() > 1:
+        # The interpreter would wait for a compilation or a read that nobody needs, or crash it by shutting down.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

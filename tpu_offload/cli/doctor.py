@@ -16,6 +16,7 @@ from tpu_offload.cli.options import Command, option
 from tpu_offload.errors import InputError
 
 _CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"
+_RECOMPUTE = "recompute"  # the policy for failed loads that vLLM should have
 _HARMLESS = {"allow_http", "anonymous", "ca_file", "connect_timeout_s", "db", "endpoint", "password_file", "region"}
 _HARMLESS |= {"retries", "timeout_s", "ttl_s", "unsigned_payload", "virtual_hosted_style"}
 
@@ -41,7 +42,8 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
 
     start_s = time.monotonic()
     findings = []
-    for finding in examine(_overrides(settings), with_devices=not no_devices):
+    overrides, policy = _read(settings)
+    for finding in examine(overrides, load_failure_policy=policy, with_devices=not no_devices):
         findings.append(finding)
         action = f" -> {finding.action}" if finding.action else ""
         sys.stdout.write(f"{finding.level.value:8}{finding.check}: {finding.text}{action}\n")
@@ -70,10 +72,10 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
     return 1 if counts[Level.ERROR] else 0
 
 
-def _overrides(text: str | None) -> dict[str, Any]:
-    """The settings of a connector's configuration."""
+def _read(text: str | None) -> tuple[dict[str, Any], object]:
+    """The settings of a connector's configuration, and its policy for failed loads."""
     if text is None:
-        return {}
+        return {}, _RECOMPUTE
     example = """expected an object like '{"host_gb": 800}', or a --kv-transfer-config"""
     try:
         given = json_format.loads(text)
@@ -82,7 +84,7 @@ def _overrides(text: str | None) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise InputError(f"--settings is {text:.40}; {example}")
     if not {"kv_connector", "kv_role", "kv_connector_extra_config"}.intersection(given):
-        return given
+        return given, _RECOMPUTE  # the policy is not in there
     connector = given.get("kv_connector", _CONNECTORS[0])
     if connector not in _CONNECTORS:
         raise InputError(f"--settings is of the connector {connector!r:.60}; expected {' or '.join(_CONNECTORS)}")
@@ -93,7 +95,7 @@ def _overrides(text: str | None) -> dict[str, Any]:
     extra = given.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise InputError(f"kv_connector_extra_config in --settings is {extra!r:.40}; expected an object")
-    return extra
+    return extra, given.get("kv_load_failure_policy", "fail")  # vLLM's default
 
 
 def _masked_settings(text: str) -> str:

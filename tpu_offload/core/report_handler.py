@@ -170,7 +170,7 @@ class ReportHandler:
     def _check_cache_losses(self, report: StepReport) -> None:
         incarnation, num_losses = self._workers.known_epoch(report.worker_id)
         if report.incarnation == incarnation and report.num_cache_losses > num_losses:
-            _logger.error("worker %d has lost its KV caches; their requests are recomputed", report.worker_id)
+            _logger.error("worker %d has lost its KV caches: requests are computed again, or end", report.worker_id)
             self._handle_cache_loss(report)
 
     def _handle_cache_loss(self, report: StepReport) -> None:

@@ -58,7 +58,8 @@ class Scrape:
           InputError: it does not answer in time, or what it answers are no metrics of this library.
         """
         try:
-            is_address = url.startswith(("http://", "https://")) and urllib.parse.urlsplit(url).port != 0
+            parts = urllib.parse.urlsplit(url)
+            is_address = url.isascii() and parts.scheme in ("http", "https") and "//" in url and parts.port != 0
         except ValueError:  # not within its range either, or brackets that do not match
             is_address = False
         if not is_address:

@@ -11,7 +11,8 @@ another, which is taken up.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
-is stored at all, has other bytes; readers verify every record.
+is stored at all, has other bytes; readers verify every record. And it may be stored after it was deleted
+(`object_late_writes`).
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from tpu_offload.storage.inspection import StoreInspector
 from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
 from tpu_offload.storage.object_directory import directories_of, make_directory, remove_staging_files, remove_tree
 from tpu_offload.storage.object_errors import may_answer_later, reason
+from tpu_offload.storage.object_late_writes import LateWrites
 from tpu_offload.storage.object_names import GENERATION, MARKER, key_of, name_of, new_generation, new_probe
 from tpu_offload.storage.object_store import open_store, where
 from tpu_offload.storage.url_options import SETTING
@@ -80,6 +82,7 @@ class ObjectTier(StorageTier):
         self._checked_s = monotonic()  # when it was asked last
         self._naming: Future[OSError | None] | None = None  # of the thread that asks it, what went wrong
         self._earlier: set[str] = set()  # generations to delete
+        self._late = LateWrites()
         self._sweepers: list[threading.Thread] = []
         self._stop = threading.Event()
         self._start()
@@ -172,10 +175,12 @@ class ObjectTier(StorageTier):
         self._name_generation()
         # In memory it would keep the caller's memory as the object.
         data = np.array(record) if isinstance(self._store, MemoryStore) else record
+        self._late.begin(key)
         try:
             obstore.put(self._store, self._name(key), data, use_multipart=False)
         except (BaseError, OSError) as e:
             self._is_doubtful = True
+            self._late.failed(key)
             raise OSError(reason(e)) from e
 
     def read(self, key: bytes, record: memoryview) -> None:
@@ -200,6 +205,7 @@ class ObjectTier(StorageTier):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
+        self._delete_late()
         keys_by_name = {self._name(key): key for key in keys}
         try:
             delete_objects(self._store, list(keys_by_name))
@@ -207,6 +213,14 @@ class ObjectTier(StorageTier):
             if e.is_outage:
                 raise OSError(str(e)) from e
             raise UndeletedError(str(e), [keys_by_name[name] for name in e.names]) from e
+
+    def _delete_late(self) -> None:
+        """Deletes what has arrived after it was deleted; with other deletions, which a full tier has all the time."""
+        late = self._late.take_due(BATCH)
+        try:
+            delete_objects(self._store, [self._name(key) for key in late])
+        except LeftObjectsError:
+            self._late.failed(*late)
 
     def stored_keys(self) -> Sequence[bytes]:
         """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.
@@ -297,6 +311,7 @@ class ObjectTier(StorageTier):
         """Begins a new generation, which `_publish` makes durable."""
         with self._lock:
             self._earlier.add(self._generation)
+            self._late.clear()
             self._generation = new_generation()
             self._is_published = False
 

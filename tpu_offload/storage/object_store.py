@@ -45,7 +45,7 @@ def open_store(text: str, *, create: bool = True) -> tuple[Store, Path | None]:
         "connect_timeout": timedelta(seconds=options.number("connect_timeout_s", 2.0, least=0.05, most=3600)),
         "allow_http": options.boolean("allow_http", False),
     }
-    # Only safe requests are retried after a timeout, and none after `timeout_s`: a call takes at most twice as long.
+    # None is retried after `timeout_s`: a call takes at most twice as long.
     retry: RetryConfig = {
         "max_retries": int(options.number("retries", 2, least=0, most=100)),
         "retry_timeout": timedelta(seconds=timeout_s),

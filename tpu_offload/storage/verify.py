@@ -5,7 +5,7 @@ import enum
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import final
 
 from tpu_offload.storage.format import (
@@ -20,6 +20,7 @@ from tpu_offload.storage.format import (
 from tpu_offload.storage.inspection import StoredRecord, StoreInspector
 
 NUM_THREADS = 4
+_POLL_S = 0.2  # between looks at whether it ends early
 _MAX_SUSPECTS = 1000  # that are read again
 _MAX_FAILURES = 8  # reads in a row that fail before it gives up
 
@@ -137,7 +138,10 @@ class Verification:
                     waiting.append((record, executor.submit(self._verify, record)))
                 if not waiting:
                     break
-                record, future = waiting.popleft()
+                record, future = waiting[0]
+                if not wait([future], timeout=_POLL_S).done:
+                    continue
+                waiting.popleft()
                 self._count(record, *future.result())
                 self._check_failures(record)
                 on_record()

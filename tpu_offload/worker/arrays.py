@@ -21,7 +21,7 @@ def check_alive(kv_caches: Iterable[jax.Array], error: Exception) -> None:
     if any(cache.is_deleted() for cache in kv_caches):
         raise CachesLostError(
             f"a copy failed and took the KV caches with it ({type(error).__name__}: {error}), or they were lost "
-            "before; the engine must make new caches and recompute every running request"
+            "before; the engine must make new caches, and recompute or end every running request"
         ) from error
 
 
