@@ -244,6 +244,8 @@ def test_an_interval_that_is_no_number(endpoint, capsys):
         ("127.0.0.1:1", "does not answer: "),
         ("file:///etc/passwd", "is no address; expected one like"),
         ("http:127.0.0.1", "is no address"),
+        ("http:///metrics", "is no address"),
+        ("http:x//y", "is no address"),
         ("http://127.0.0.1:1/metricé", "is no address"),
         ("HTTP://127.0.0.1:1/metrics", "does not answer: [Errno 111]"),
         ("http://127.0.0.1:99999", "is no address; expected one like"),

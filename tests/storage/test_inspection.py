@@ -657,3 +657,25 @@ def test_it_stops_while_the_store_does_not_answer(tmp_path, directory, monkeypat
             assert not verification.counts
         finally:
             answers.set()
+
+
+def test_it_stops_while_it_looks_for_the_second_time(tmp_path, directory, monkeypatch):
+    answers, num_read = threading.Event(), 0
+
+    def read(record, nbytes):
+        nonlocal num_read
+        num_read += 1
+        if num_read > 4:
+            assert answers.wait(60)
+        return b"damaged"
+
+    with inspected(str(tmp_path)) as inspector:
+        (first, *_) = Survey().records(inspector.scan())
+        monkeypatch.setattr(inspector, "read", read)
+        verification = Verification(inspector, headers_only=False)
+        try:
+            verification.run([first] * 4, on_record=lambda: None, stops=lambda: num_read > 4)
+            assert verification.counts == {Verdict.DAMAGED: 4}
+            assert len(verification.suspects) == 4
+        finally:
+            answers.set()

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import obstore
@@ -412,7 +413,7 @@ def test_an_outage_while_late_writes_are_deleted_is_no_failure_of_others(store_u
         obstore.put(store_of(tier), object_of(tier, key_of(1)), b"late")
         now_s += 60
         with monkeypatch.context() as patch:
-            patch.setattr(obstore, "delete", Failing(1, obstore.delete))
+            patch.setattr(obstore, "delete", Failing(1, obstore.delete, num_first=1))
             tier.delete([key_of(0)])
         assert names(tier) == sorted([marker_of(tier), object_of(tier, key_of(1))])
         now_s += 60
@@ -420,14 +421,68 @@ def test_an_outage_while_late_writes_are_deleted_is_no_failure_of_others(store_u
         assert names(tier) == [marker_of(tier)]
 
 
-class Failing:
-    """A call of obstore that fails so many times first."""
+def test_a_key_that_is_written_while_its_late_object_is_deleted_stays(store_url, monkeypatch):
+    """The deletion ended after the write, and the record was gone."""
+    now_s, began, goes_on = 1000.0, threading.Event(), threading.Event()
+    monkeypatch.setattr(object_late_writes, "monotonic", lambda: now_s)
+    delete = obstore.delete
 
-    def __init__(self, num_failures, call):
-        self.num_left, self.call = num_failures, call
+    def delete_late(store, paths):
+        if began.is_set() or key_name not in (paths, *paths):
+            return delete(store, paths)
+        began.set()
+        assert goes_on.wait(LATE_S)
+        return delete(store, paths)
+
+    with opened(store_url) as tier, ThreadPoolExecutor(2) as threads:
+        write(tier, key_of(0), 0)
+        key_name = object_of(tier, key_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", Failing(1, obstore.put))
+            with pytest.raises(OSError, match="Timeout"):
+                write(tier, key_of(1), 1)
+        now_s += 60
+        monkeypatch.setattr(obstore, "delete", delete_late)
+        deleting = threads.submit(tier.delete, [key_of(0)])
+        assert began.wait(LATE_S)
+        writing = threads.submit(write, tier, key_of(1), 1)
+        write(tier, key_of(2), 2)  # others do not wait
+        assert not writing.done()
+        goes_on.set()
+        deleting.result()
+        writing.result()
+        now_s += 60
+        tier.delete([key_of(2)])
+        assert read(tier, key_of(1)) == payload(1)
+
+
+def test_late_writes_are_deleted_a_few_at_a_time(store_url, monkeypatch):
+    """On a store without batches each is a request."""
+    now_s, keys = 1000.0, [key_of(i) for i in range(40)]
+    monkeypatch.setattr(object_late_writes, "monotonic", lambda: now_s)
+    with opened(store_url) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(obstore, "put", Failing(len(keys), obstore.put))
+            for key in keys:
+                with pytest.raises(OSError, match="Timeout"):
+                    tier.write(key, sealed(tier, key, 0))
+        for key in keys:
+            obstore.put(store_of(tier), object_of(tier, key), b"late")
+        now_s += 60
+        for num_left in (24, 8, 0, 0):
+            tier.delete([key_of(100)])
+            assert len(names(tier)) == 1 + num_left
+
+
+class Failing:
+    """A call of obstore that fails so many times, after some first calls."""
+
+    def __init__(self, num_failures, call, *, num_first=0):
+        self.num_left, self.call, self.num_first = num_failures, call, num_first
 
     def __call__(self, *args, **options):
-        if self.num_left:
+        self.num_first -= 1
+        if self.num_left and self.num_first < 0:
             self.num_left -= 1
             raise OUTAGE
         return self.call(*args, **options)
@@ -590,8 +645,15 @@ OF_ALL = [
     answer(403, "RequestTimeTooSkewed", obstore.exceptions.PermissionDeniedError),
     answer(404, "NoSuchBucket", FileNotFoundError),
     obstore.exceptions.GenericError(
-        "Generic LocalFileSystem error: Unable to delete /kv/x: Read-only file system (os error 30)"
+        "Generic LocalFileSystem error: Unable to delete /kv/x: Read-only file system (os error 30)\n\nDebug source:"
     ),
+]
+OF_ONE = [
+    obstore.exceptions.GenericError("Generic LocalFileSystem error: /kv/x: Input/output error (os error 5)"),
+    obstore.exceptions.GenericError(
+        "Generic LocalFileSystem error: /not connected (os error 30)/x: Operation not permitted (os error 1)"
+    ),
+    obstore.exceptions.GenericError("<Error><Code>AccessDenied</Code><Message>disk not connected</Message></Error>"),
 ]
 
 
@@ -617,14 +679,17 @@ def test_a_store_that_fails_whatever_is_deleted_is_asked_once(store_url, monkeyp
         assert len(asked) == 1
 
 
-def test_a_store_that_refuses_one_object_after_another_is_not_asked_for_all(store_url, monkeypatch):
+@pytest.mark.parametrize("error", [DENIED, *OF_ONE], ids=lambda error: str(error)[-40:])
+def test_a_store_that_refuses_each_object_is_asked_for_all(store_url, monkeypatch, error):
+    """One by one, unless the whole batch is forbidden."""
     keys = [key_of(i) for i in range(40)]
     with opened(store_url) as tier:
-        asked = fail_deletions(monkeypatch, DENIED)
-        with pytest.raises(UndeletedError, match="AccessDenied") as caught:
+        asked = fail_deletions(monkeypatch, error)
+        with pytest.raises(UndeletedError) as caught:
             tier.delete(keys)
         assert caught.value.keys == set(keys)
-        assert sum(isinstance(paths, str) for paths in asked) == 16
+        num_single = sum(isinstance(paths, str) for paths in asked)
+        assert num_single == (0 if error is DENIED and directory_of(tier) is None else 40)
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: str(error)[-40:])

@@ -1,6 +1,5 @@
 """What all commands share: parsing flags, one-line errors, exit statuses, the end of the process."""
 
-import contextlib
 import importlib.util
 import io
 import logging
@@ -25,6 +24,7 @@ EXTRAS = {
     "plotly": "html",
     "rich": "cli",
 }
+_LOST_OUTPUT = 120  # the status of the interpreter itself when it cannot write what was printed
 
 
 def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:
@@ -95,9 +95,11 @@ def end_process(status: int) -> NoReturn:
     """Ends the process after its command, with no further output."""
     if status == INTERRUPTED or threading.active_count() > 1:
         # The interpreter would wait for a compilation or a read that nobody needs, or crash it by shutting down.
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                status = status if status == INTERRUPTED else _LOST_OUTPUT
         os._exit(status)
     sys.exit(status)
 

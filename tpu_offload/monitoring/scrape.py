@@ -59,7 +59,7 @@ class Scrape:
         """
         try:
             parts = urllib.parse.urlsplit(url)
-            is_address = url.isascii() and parts.scheme in ("http", "https") and "//" in url and parts.port != 0
+            is_address = url.isascii() and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:  # not within its range either, or brackets that do not match
             is_address = False
         if not is_address:

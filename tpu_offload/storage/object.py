@@ -46,6 +46,7 @@ _logger = logging.getLogger(__name__)
 _STREAM_NBYTES = 1 << 20
 _NAMED_S = 60.0  # for which the store names the same generation, as far as an engine knows
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
+_MAX_LATE_AT_ONCE = 16
 _OF_BEFORE = "objects of earlier generations"
 _FULL = "No space left"  # on a directory's disk
 
@@ -205,7 +206,6 @@ class ObjectTier(StorageTier):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """See `StorageTier.delete`."""
-        self._delete_late()
         keys_by_name = {self._name(key): key for key in keys}
         try:
             delete_objects(self._store, list(keys_by_name))
@@ -213,14 +213,18 @@ class ObjectTier(StorageTier):
             if e.is_outage:
                 raise OSError(str(e)) from e
             raise UndeletedError(str(e), [keys_by_name[name] for name in e.names]) from e
+        self._delete_late()
 
     def _delete_late(self) -> None:
-        """Deletes what has arrived after it was deleted; with other deletions, which a full tier has all the time."""
-        late = self._late.take_due(BATCH)
+        """Deletes a few objects that have arrived after their deletion."""
+        late = {self._name(key): key for key in self._late.take_due(_MAX_LATE_AT_ONCE)}
+        left: list[bytes] = []
         try:
-            delete_objects(self._store, [self._name(key) for key in late])
-        except LeftObjectsError:
-            self._late.failed(*late)
+            delete_objects(self._store, list(late))
+        except LeftObjectsError as e:
+            left = [late[name] for name in e.names]
+        finally:
+            self._late.ended(list(late.values()), left)
 
     def stored_keys(self) -> Sequence[bytes]:
         """The newest `num_chunks` keys of this generation; everything else of this worker is deleted.

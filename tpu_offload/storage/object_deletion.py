@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import final
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import MemoryStore, S3Store
 
 from tpu_offload.storage.object_errors import concerns_all, reason
 from tpu_offload.storage.object_store import Store
 
 BATCH = 1000
-_MAX_REFUSED = 16  # one after the other, until the rest of a call is not tried
 
 
 @final
@@ -24,7 +23,7 @@ class LeftObjectsError(OSError):
     Args:
       why: what went wrong first.
       names: of those that may still be stored.
-      is_outage: the error concerns all others as well, which were not tried.
+      is_outage: the error applies to every object: the others were not tried.
     """
 
     def __init__(self, why: str, names: Sequence[str], *, is_outage: bool) -> None:
@@ -36,8 +35,8 @@ class LeftObjectsError(OSError):
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
     """Deletes objects; those that are missing are ignored.
 
-    All are tried, until an error concerns all of them: a store that is down is not asked again. Nor is one that has
-    refused many in a row, as where a policy forbids deletions: the rest counts as refused.
+    All are tried, until an error applies to every object: a store that is down is not asked again. A batch that is
+    forbidden as a whole is not tried one by one.
 
     Args:
       store: that has them.
@@ -49,7 +48,7 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
     stop = stop or threading.Event()
     left: list[str] = []
     first_error: BaseException | None = None
-    is_outage, num_refused = False, 0
+    is_outage = False
     # Other stores have no batches: obstore would send a request for each object, and end at the first that is missing.
     calls = deque(itertools.batched(names, BATCH if isinstance(store, (S3Store, MemoryStore)) else 1))
     while calls and not stop.is_set():
@@ -58,17 +57,16 @@ def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | N
             obstore.delete(store, batch if len(batch) > 1 else batch[0])
         except (BaseError, OSError) as e:
             is_outage = concerns_all(e)
-            if len(batch) > 1 and not is_outage:  # the error names one object, and there may be others
+            # Else the error of a batch names one object, and there may be others.
+            if len(batch) > 1 and not is_outage and not isinstance(e, PermissionDeniedError):
                 calls.extendleft((name,) for name in reversed(batch))
                 continue
             if isinstance(e, FileNotFoundError) and not is_outage:
                 continue
-            first_error, num_refused = first_error or e, num_refused + 1
+            first_error = first_error or e
             left += batch
-            if is_outage or num_refused == _MAX_REFUSED:
+            if is_outage:
                 left += itertools.chain.from_iterable(calls)
                 break
-        else:
-            num_refused = 0
     if first_error is not None:
         raise LeftObjectsError(reason(first_error), left, is_outage=is_outage) from first_error

@@ -1,5 +1,6 @@
 """What errors of obstore mean: it has no types for most of them."""
 
+import errno
 import re
 
 from obstore.exceptions import UnauthenticatedError
@@ -14,13 +15,14 @@ _PASSING_CODES = {
     "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling",
     "TooManyRequests",
 }  # fmt: skip
-# It answers, and every other request would fail, too:
+# It answers, and would refuse every other request as well:
 _CODES_OF_ALL = {
     "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoSuchBucket",
     "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
 }  # fmt: skip
-_FILES_OF_ALL = ("Read-only file system", "Input/output error", "Stale file handle", "not connected")
-# It will never answer:
+_ERROR_OF_FILES = re.compile(r"Generic LocalFileSystem error: .*\(os error (\d+)\)\s*$", re.MULTILINE)
+_ERRORS_OF_ALL = {str(errno.EROFS), str(errno.ENOTCONN)}  # of a file system, not of one file
+# Permanent:
 _REFUSED = ("dns error", "ertificate")
 _REQUEST = re.compile(r"Generic \w+ error: Error performing \w+ \S+ in .*? - ")  # before what went wrong
 _OF_FILES = re.compile(r"Generic LocalFileSystem error: (.*?)(?: \(os error \d+\))?\s*(?:\n|$)")  # names the path
@@ -37,13 +39,14 @@ def is_outage(error: BaseException) -> bool:
 
 
 def concerns_all(error: BaseException) -> bool:
-    """Whether requests for other objects would fail, too: an outage, or for instance credentials that have expired."""
+    """Whether an error applies to every object: an outage, or for instance credentials that have expired."""
     text = str(error)
+    of_files = _ERROR_OF_FILES.search(text)
     return (
         is_outage(error)
         or isinstance(error, UnauthenticatedError)
         or bool(_codes(text) & _CODES_OF_ALL)
-        or any(sign in text for sign in _FILES_OF_ALL)
+        or bool(of_files and of_files[1] in _ERRORS_OF_ALL)
     )
 
 

@@ -147,7 +147,7 @@ class Verification:
                 on_record()
             else:
                 return
-            self._read_again()
+            self._read_again(executor, stops)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -176,10 +176,18 @@ class Verification:
                 f"({self.suspects[-1][2]}); gave up after {self.counts.total()} records"
             )
 
-    def _read_again(self) -> None:
+    def _read_again(self, executor: ThreadPoolExecutor, stops: Callable[[], bool]) -> None:
         """Replaces the verdicts of suspects by those of a second look."""
-        suspects, self.suspects = self.suspects, []
-        for record, verdict, _ in suspects:
+        suspects, self.suspects = collections.deque(self.suspects), []
+        while suspects:
+            future = executor.submit(self._verify, suspects[0][0])
+            while not wait([future], timeout=_POLL_S).done:
+                if stops():
+                    break
+            if stops():
+                break
+            record, verdict, _ = suspects.popleft()
             self.counts[verdict] -= 1
-            verdict, reason, _ = self._verify(record)
+            verdict, reason, _ = future.result()
             self._count(record, verdict, reason, 0)
+        self.suspects += suspects

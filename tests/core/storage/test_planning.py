@@ -920,7 +920,7 @@ def test_a_tier_that_refuses_all_deletions_keeps_what_it_has(caplog):
         engine.scheduler.check_invariants()
     assert 64 - 8 <= len(records.stored) < 64, "a sixteenth, and what was evicted in the same step"
     assert len(records.undeletable) == 64 - len(records.stored)
-    assert caplog.text.count("refuses to delete its records: nothing is evicted") == 1
+    assert caplog.text.count("refuses to delete its records: nothing new is written") == 1
     assert engine.scheduler.stats().dropped_cascade_chunks > 80
     found = engine.match("a", prompt(8))
     assert found.state is ARRIVING, "what it has is read"
@@ -938,16 +938,68 @@ def test_a_tier_that_refuses_all_deletions_keeps_what_it_has(caplog):
     assert worker.most_stored[0] <= 64
 
 
-def test_refusals_in_a_tier_that_deletes_others_do_not_add_up(caplog):
-    engine = StorageEngine(num_host_chunks=8, num_storage_chunks=64, breaker_retry_s=1e6)
+@pytest.mark.parametrize("breaker_retry_s", [1.0, 1e6])
+def test_refusals_in_a_tier_that_deletes_others_do_not_add_up(breaker_retry_s, caplog):
+    engine = StorageEngine(num_host_chunks=8, num_storage_chunks=64, breaker_retry_s=breaker_retry_s)
     for i in range(30):
         keys = engine.keys(prompt(i))
         engine.fill(prompt(i))
+        engine.clock.now_s += 10.0
         engine.workers[0].undeletable.update(keys[3:] if i < 16 else ())
     records = storage_planner(engine.scheduler).records
     assert len(records.undeletable) > 8
     assert set(engine.keys(prompt(29))) <= set(records.stored)
-    assert "nothing is evicted" not in caplog.text
+    assert "refuses to delete its records" not in caplog.text
+
+
+def test_one_refused_record_that_is_tried_again_and_again_counts_once(caplog):
+    engine, _, records = refusing(1)
+    for _ in range(100):
+        engine.clock.now_s += 400.0
+        engine.turn()
+    assert len(records.undeletable) == 1
+    for i in range(1, 50):
+        engine.fill(prompt(i))
+    assert set(engine.keys(prompt(49))) <= set(records.stored)
+    assert "refuses to delete its records" not in caplog.text
+
+
+def refusing_all(num_storage_chunks=64):
+    """A full tier of which some records were refused, so that it does not evict any more. What is held."""
+    engine = StorageEngine(num_host_chunks=8, num_storage_chunks=num_storage_chunks, breaker_retry_s=5.0)
+    for i in range(num_storage_chunks // 4):
+        engine.fill(prompt(i))
+    records = storage_planner(engine.scheduler).records
+    engine.workers[0].undeletable = set(records.stored)
+    for i in range(100, 110):
+        engine.fill(prompt(i))
+    assert records.undeletable
+    assert not set(engine.keys(prompt(109))) & set(records.stored)
+    return engine, records
+
+
+def test_a_tier_that_has_refused_deletions_evicts_again_after_a_reset():
+    engine, records = refusing_all()
+    engine.workers[0].undeletable = set()
+    engine.scheduler.reset()
+    for i in range(30):
+        engine.fill(prompt(i))
+    assert set(engine.keys(prompt(29))) <= set(records.stored)
+
+
+def test_a_tier_of_which_a_part_is_held_evicts_again_once_it_finds_others():
+    """As where objects of a time range are locked: those are the oldest in a row."""
+    engine, records = refusing_all()
+    held = {key for i in range(5) for key in engine.keys(prompt(i))}
+    engine.workers[0].undeletable = held
+    for i in range(30):
+        engine.clock.now_s += 400.0
+        engine.fill(prompt(200 + i))
+        engine.turn()
+    assert set(engine.keys(prompt(229))) <= set(records.stored)
+    assert set(records.undeletable) <= held
+    engine.fill(prompt(300))
+    assert set(engine.keys(prompt(300))) <= set(records.stored), "at once"
 
 
 def test_a_record_that_was_written_again_while_its_deletion_was_refused_counts_once():

@@ -134,14 +134,18 @@ class PromptLogprobs:
         return request_id in batch.req_id_to_index and request_id not in batch.num_prompt_logprobs
 
     def _new_buffer(self, state: Any, params: Any) -> tuple[Any, ...] | None:
-        """As `InputBatch.add_request` makes it; None for a prompt of one token."""
+        """As `InputBatch.add_request` makes it, but of zeros; None for a prompt of one token.
+
+        What was in flight for the old one has been collected: the scheduler leaves a request out until then that was
+        rolled back (`rollback`).
+        """
         num = len(state.prompt_token_ids) - 1
         all_logprobs = self._runner.input_batch.vocab_size
         num_logprobs = (all_logprobs if params.prompt_logprobs == -1 else params.prompt_logprobs) + 1
         if num <= 0:
             return None
-        tables = [np.empty((num, num_logprobs), dtype) for dtype in (np.int32, np.float32)]
-        return *tables, np.empty(num, np.int32)
+        tables = [np.zeros((num, num_logprobs), dtype) for dtype in (np.int32, np.float32)]
+        return *tables, np.zeros(num, np.int32)
 
     def _log_incompatible(self, error: Exception) -> None:
         if not self._has_failed:

@@ -13,8 +13,8 @@ from tpu_offload.types import ChunkKey, JobKind
 _MAX_DELETES = 256  # a step
 _MAX_TRIED_AGAIN = 8  # of those, that the tier has refused to delete before
 _MAX_WAITS = 64  # of `retry_s`, until they are tried again
-_MAX_REFUSED = 64  # in a row, until nothing more is evicted,
-_MAX_REFUSED_SHARE = 1 / 16  # or so much of a smaller tier
+_MAX_REFUSED = 64  # records refused in a row after which eviction stops
+_MAX_REFUSED_SHARE = 1 / 16  # likewise of a smaller tier, as a share of its capacity
 
 _logger = logging.getLogger(__name__)
 
@@ -24,9 +24,12 @@ class Deletions:
     """Plans the deletions of one tier, and repeats those that fail.
 
     A record that the tier refuses to delete, while it answers, is left alone and takes room. A few of these are tried
-    again after a while: in a batch with others, so that they hold up nothing, and more often if that succeeds. A tier
-    that has refused many one after the other would end up with nothing else: as long as it deletes none of them,
-    nothing more is evicted. What it has can still be read, and nothing new is written.
+    again after a while: in a batch with others, so that they hold up nothing, and more often if that succeeds.
+
+    A tier that refuses all deletions would lose all records that can be read, because each one that is refused makes
+    room for nothing. So once many were refused one after the other, eviction stops: nothing new is written, and what
+    the tier has is still read. Whenever refused records are tried again, so is one more. Eviction goes on when any of
+    them is deleted.
 
     Args:
       records: the tier's.
@@ -50,17 +53,30 @@ class Deletions:
         self._clock = clock
         self._retry_at_s = 0.0
         self._tried_again: set[ChunkKey] = set()  # by the job in flight
-        self._num_refused = 0  # since a record was deleted
+        self._num_refused = 0  # records since one was deleted; those that are tried again are not counted again
         self._max_refused = min(_MAX_REFUSED, max(1, int(records.capacity * _MAX_REFUSED_SHARE)))
 
     @property
-    def make_room(self) -> bool:
-        """Whether it is of use to evict a record."""
-        return self._num_refused < self._max_refused
+    def is_refused(self) -> bool:
+        """Whether it is of no use to evict records, but for those that `num_tried` asks for."""
+        return self._num_refused >= self._max_refused
+
+    def num_tried(self, now_s: float) -> int:
+        """How many records are to be evicted only to find out whether the tier deletes them: 1 from time to time."""
+        records = self._records
+        is_busy = records.to_delete or records.num_deleting
+        return int(self.is_refused and now_s >= self._retry_at_s and not is_busy and self.breaker.closed)
+
+    def reset(self) -> None:
+        """Nothing is stored any more."""
+        self._num_refused = 0
+        self._wait_s, self._retry_at_s = self._retry_s, 0.0
 
     def plan(self, now_s: float) -> None:
         """Plans one batch at a time, which bounds how many deletions are retried after a failure."""
         records = self._records
+        if self._num_refused and not (records.undeletable or records.to_delete or records.num_deleting):
+            self._num_refused = 0  # what was refused is gone, or was written again
         # Where nothing else is to be deleted, one of them is the probe that closes the breaker.
         may_retry = now_s >= self._retry_at_s and (self.breaker.closed or not records.to_delete)
         refused = records.undeletable if may_retry else ()
@@ -86,7 +102,12 @@ class Deletions:
         records, tried_again, num_refused = self._records, self._tried_again, 0
         records.num_deleting -= len(job.wire.deleted_keys)
         self._tried_again = set()
-        self._count_refused(len(job.missing.difference(bad)), len(job.wire.deleted_keys) - len(job.missing.union(bad)))
+        was_refused = self.is_refused
+        if len(job.missing.union(bad)) < len(job.wire.deleted_keys):
+            self._num_refused = 0
+        else:
+            self._num_refused += sum([job.wire.deleted_keys[i] not in tried_again for i in job.missing.difference(bad)])
+        self._log_change(was_refused)
         for i, name in enumerate(job.wire.deleted_keys):
             if records.knows(name) or name in records.to_delete:  # it was written meanwhile, and that may have failed
                 continue
@@ -100,17 +121,15 @@ class Deletions:
             self._wait_s = self._retry_s if some_are_gone else min(2 * self._wait_s, _MAX_WAITS * self._retry_s)
             self._retry_at_s = 0.0 if some_are_gone else self._clock() + self._wait_s
 
-    def _count_refused(self, num_refused: int, num_deleted: int) -> None:
-        """A job has ended of which so many were refused, and so many deleted."""
-        made_room = self.make_room
-        self._num_refused = 0 if num_deleted else self._num_refused + num_refused
-        if self.make_room != made_room:
+    def _log_change(self, was_refused: bool) -> None:
+        if self.is_refused and not was_refused:
             _logger.warning(
-                "storage tier %s deletes its records again" if self.make_room else
-                "storage tier %s refuses to delete its records: nothing is evicted and nothing new is written until it "
-                "deletes them; what it has is still read",
+                "storage tier %s refuses to delete its records: nothing new is written until it deletes one, what it "
+                "has is still read. Check the permission to delete, holds, and retention periods",
                 self._label,
-            )  # fmt: skip
+            )
+        elif was_refused and not self.is_refused:
+            _logger.warning("storage tier %s deletes its records again", self._label)
 
     def _leave_alone(self, name: ChunkKey, *, is_new: bool) -> None:
         undeletable = self._records.undeletable

@@ -237,6 +237,7 @@ class StorageWrites:
             self._evict()
         if self._victims:  # before the deletions, which are dispatched later: none of them may delete what it writes
             self._plan_demotion(now_s, may_write=writes)
+        self._counts.num_evicted_storage_chunks += records.evict(self.deletions.num_tried(now_s))
         self.deletions.plan(now_s)
         if writes:
             self._plan_cascade(now_s)
@@ -337,8 +338,6 @@ class StorageWrites:
 
         Demotions cannot wait for the end of a deletion: room is kept free for those of the next step.
         """
-        if not self.deletions.make_room:
-            return
         records = self._records
         num_written = min(len(self._candidates), MAX_CASCADES)
         if self._checkpoints:
@@ -346,7 +345,8 @@ class StorageWrites:
         if self.demotes:
             num_written = min(MAX_DEMOTIONS, max(1, records.capacity // 4))
         short = num_written - records.room - len(records.to_delete) - records.num_deleting
-        self._counts.num_evicted_storage_chunks += records.evict(short)
+        if not self.deletions.is_refused:
+            self._counts.num_evicted_storage_chunks += records.evict(short)
 
     def _num_missing(self, key: ChunkKey) -> int:
         """Records of a checkpoint that the tier does not have, as far as one step writes them."""
@@ -409,6 +409,7 @@ class StorageWrites:
     def reset(self) -> None:
         """The tier has to be cleared."""
         self._must_clear = True
+        self.deletions.reset()
         self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()
