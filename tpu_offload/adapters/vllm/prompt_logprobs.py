@@ -121,17 +121,18 @@ class PromptLogprobs:
                 continue
             if request_id in cached.resumed_req_ids:
                 requests[request_id] = state = copy.copy(state)
-            elif self._has_handed_over(request_id):
+            elif self._has_handed_over(state):
                 state.in_progress_prompt_logprobs_cpu = self._new_buffer(state, params)
             buffer = state.in_progress_prompt_logprobs_cpu
             if buffer is not None:
                 incomplete.append(_Incomplete(state, params, without, buffer[0].shape[1] - 1))
         return incomplete
 
-    def _has_handed_over(self, request_id: str) -> bool:
+    def _has_handed_over(self, state: Any) -> bool:
         """Whether a request has handed its buffer over, and is computed again without having left the batch."""
-        batch = self._runner.input_batch
-        return request_id in batch.req_id_to_index and request_id not in batch.num_prompt_logprobs
+        batch, request_id = self._runner.input_batch, state.req_id
+        is_asked = request_id in batch.num_prompt_logprobs
+        return state.in_progress_prompt_logprobs_cpu is None and request_id in batch.req_id_to_index and not is_asked
 
     def _new_buffer(self, state: Any, params: Any) -> tuple[Any, ...] | None:
         """As `InputBatch.add_request` makes it, but of zeros; None for a prompt of one token.
