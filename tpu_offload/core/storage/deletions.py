@@ -57,7 +57,7 @@ class Deletions:
         self._max_refused = min(_MAX_REFUSED, max(1, int(records.capacity * _MAX_REFUSED_SHARE)))
 
     @property
-    def is_refused(self) -> bool:
+    def are_refused(self) -> bool:
         """Whether it is of no use to evict records, but for those that `num_tried` asks for."""
         return self._num_refused >= self._max_refused
 
@@ -65,7 +65,7 @@ class Deletions:
         """How many records are to be evicted only to find out whether the tier deletes them: 1 from time to time."""
         records = self._records
         is_busy = records.to_delete or records.num_deleting
-        return int(self.is_refused and now_s >= self._retry_at_s and not is_busy and self.breaker.closed)
+        return int(self.are_refused and now_s >= self._retry_at_s and not is_busy and self.breaker.closed)
 
     def reset(self) -> None:
         """Nothing is stored any more."""
@@ -102,7 +102,7 @@ class Deletions:
         records, tried_again, num_refused = self._records, self._tried_again, 0
         records.num_deleting -= len(job.wire.deleted_keys)
         self._tried_again = set()
-        was_refused = self.is_refused
+        was_refused = self.are_refused
         if len(job.missing.union(bad)) < len(job.wire.deleted_keys):
             self._num_refused = 0
         else:
@@ -122,13 +122,13 @@ class Deletions:
             self._retry_at_s = 0.0 if some_are_gone else self._clock() + self._wait_s
 
     def _log_change(self, was_refused: bool) -> None:
-        if self.is_refused and not was_refused:
+        if self.are_refused and not was_refused:
             _logger.warning(
                 "storage tier %s refuses to delete its records: nothing new is written until it deletes one, what it "
                 "has is still read. Check the permission to delete, holds, and retention periods",
                 self._label,
             )
-        elif was_refused and not self.is_refused:
+        elif was_refused and not self.are_refused:
             _logger.warning("storage tier %s deletes its records again", self._label)
 
     def _leave_alone(self, name: ChunkKey, *, is_new: bool) -> None:

@@ -345,7 +345,7 @@ class StorageWrites:
         if self.demotes:
             num_written = min(MAX_DEMOTIONS, max(1, records.capacity // 4))
         short = num_written - records.room - len(records.to_delete) - records.num_deleting
-        if not self.deletions.is_refused:
+        if not self.deletions.are_refused:
             self._counts.num_evicted_storage_chunks += records.evict(short)
 
     def _num_missing(self, key: ChunkKey) -> int:
