@@ -16,7 +16,6 @@ from tpu_offload.cli.options import Command, option
 from tpu_offload.errors import InputError
 
 _CONNECTORS = "TPUOffloadConnector", "TPUHostOffloadConnector"
-_RECOMPUTE = "recompute"  # the policy for failed loads that vLLM should have
 _HARMLESS = {"allow_http", "anonymous", "ca_file", "connect_timeout_s", "db", "endpoint", "password_file", "region"}
 _HARMLESS |= {"retries", "timeout_s", "ttl_s", "unsigned_payload", "virtual_hosted_style"}
 
@@ -73,9 +72,9 @@ def command(argv: Sequence[str], /, *, settings: str | None, no_devices: bool, j
 
 
 def _read(text: str | None) -> tuple[dict[str, Any], object]:
-    """The settings of a connector's configuration, and its policy for failed loads."""
+    """The settings of a connector's configuration, and vLLM's policy for failed loads; None if it is not there."""
     if text is None:
-        return {}, _RECOMPUTE
+        return {}, None
     example = """expected an object like '{"host_gb": 800}', or a --kv-transfer-config"""
     try:
         given = json_format.loads(text)
@@ -84,7 +83,7 @@ def _read(text: str | None) -> tuple[dict[str, Any], object]:
     if not isinstance(given, dict):
         raise InputError(f"--settings is {text:.40}; {example}")
     if not {"kv_connector", "kv_role", "kv_connector_extra_config"}.intersection(given):
-        return given, _RECOMPUTE  # the policy is not in there
+        return given, None
     connector = given.get("kv_connector", _CONNECTORS[0])
     if connector not in _CONNECTORS:
         raise InputError(f"--settings is of the connector {connector!r:.60}; expected {' or '.join(_CONNECTORS)}")

@@ -11,13 +11,13 @@ from tpu_offload.doctor.versions import check_compiled, check_known_faults, chec
 
 
 def examine(
-    overrides: Mapping[str, Any], *, load_failure_policy: object = "recompute", with_devices: bool = True
+    overrides: Mapping[str, Any], *, load_failure_policy: object = None, with_devices: bool = True
 ) -> Iterator[Finding]:
     """Runs all checks; the slow ones come last.
 
     Args:
       overrides: `kv_connector_extra_config`.
-      load_failure_policy: vLLM's `kv_load_failure_policy`, where it is known.
+      load_failure_policy: vLLM's `kv_load_failure_policy`; None if it is not known.
       with_devices: whether to use the devices: False beside a running engine, which has the TPU.
     """
     installed = installed_versions()
@@ -25,7 +25,7 @@ def examine(
     yield check_compiled()
     config, findings = read_settings(overrides)
     yield from findings
-    if load_failure_policy != "recompute":
+    if load_failure_policy not in (None, "recompute"):
         yield warning(
             "settings",
             f"kv_load_failure_policy is {load_failure_policy!r:.40}: a request whose load fails ends with an error",

@@ -179,15 +179,14 @@ class Verification:
     def _read_again(self, executor: ThreadPoolExecutor, stops: Callable[[], bool]) -> None:
         """Replaces the verdicts of suspects by those of a second look."""
         suspects, self.suspects = collections.deque(self.suspects), []
-        while suspects:
-            future = executor.submit(self._verify, suspects[0][0])
-            while not wait([future], timeout=_POLL_S).done:
-                if stops():
-                    break
-            if stops():
-                break
+        future: Future[tuple[Verdict, str, int]] | None = None
+        while suspects and not stops():
+            future = future or executor.submit(self._verify, suspects[0][0])
+            if not wait([future], timeout=_POLL_S).done:
+                continue
             record, verdict, _ = suspects.popleft()
             self.counts[verdict] -= 1
             verdict, reason, _ = future.result()
             self._count(record, verdict, reason, 0)
+            future = None
         self.suspects += suspects
