@@ -661,6 +661,9 @@ def test_a_checkpoint_of_which_a_server_has_evicted_a_record_is_written_again(nu
     last = list(records.may_end_at().values())
     assert last, "no checkpoint was written"
     assert pieces
+    match(engine, "soon", A)
+    assert not asked_again(rest(engine)), "all was written a short while ago"
+    engine.scheduler.finish("soon")
 
     assert asked_again(use_later(engine, "b", A)) >= set(last), "of the last checkpoint"
     assert set(records.stored) == stored, "all is there"

@@ -67,16 +67,11 @@ class Deletions:
         is_busy = records.to_delete or records.num_deleting
         return int(self.are_refused and now_s >= self._retry_at_s and not is_busy and self.breaker.closed)
 
-    def reset(self) -> None:
-        """Nothing is stored any more."""
-        self._num_refused = 0
-        self._wait_s, self._retry_at_s = self._retry_s, 0.0
-
     def plan(self, now_s: float) -> None:
         """Plans one batch at a time, which bounds how many deletions are retried after a failure."""
         records = self._records
         if self._num_refused and not (records.undeletable or records.to_delete or records.num_deleting):
-            self._num_refused = 0  # what was refused is gone, or was written again
+            self._num_refused = 0  # what was refused is gone, as after a reset, or was written again
         # Where nothing else is to be deleted, one of them is the probe that closes the breaker.
         may_retry = now_s >= self._retry_at_s and (self.breaker.closed or not records.to_delete)
         refused = records.undeletable if may_retry else ()

@@ -409,7 +409,6 @@ class StorageWrites:
     def reset(self) -> None:
         """The tier has to be cleared."""
         self._must_clear = True
-        self.deletions.reset()
         self._finished.clear()
         self._candidates.clear()
         self._checkpoints.clear()
