@@ -965,7 +965,7 @@ def test_one_refused_record_that_is_tried_again_and_again_counts_once(caplog):
 
 
 def refusing_all(num_storage_chunks=64):
-    """A full tier of which some records were refused, so that it does not evict any more. What is held."""
+    """A full tier that has refused some deletions, so that it does not evict any more; and its records."""
     engine = StorageEngine(num_host_chunks=8, num_storage_chunks=num_storage_chunks, breaker_retry_s=5.0)
     for i in range(num_storage_chunks // 4):
         engine.fill(prompt(i))
