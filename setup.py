@@ -51,7 +51,7 @@ def extensions() -> list[Extension]:
     try:
         from mypyc.build import mypycify
 
-        made = mypycify([*OPTIONS, *compiled], opt_level="1", group_name="tpu_offload_core")
+        made = mypycify([*OPTIONS, *compiled], opt_level="2", group_name="tpu_offload_core")
     except (Exception, SystemExit) as e:  # it exits with what mypy has found
         if WANTED == "1":
             raise
@@ -59,6 +59,9 @@ def extensions() -> list[Extension]:
         return []
     for extension in made:
         extension.extra_compile_args.append("-g0")  # else 40 MB
+        # All of it is one source file, and only the functions that make modules are called from outside. Those are
+        # exported whatever this says. Without it each call inside goes through a table, and is never inlined.
+        extension.extra_compile_args.append("-fvisibility=hidden")
     return made
 
 
