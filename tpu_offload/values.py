@@ -31,7 +31,7 @@ def one_line(value: object) -> str:
     return " ".join(words.split())[:100]
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """An error for the message of another: its type, and what it says as in `one_line`."""
     return f"{type(error).__name__}: {one_line(error)}"
 

@@ -252,7 +252,7 @@ def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     others = report_of(tmp_path, trace_path, *flags, "--jobs", "2")["results"]
     assert [row | {"run_s": 0} for row in others] == [row | {"run_s": 0} for row in report["results"]]
     wrong = error_of(trace_path, "--policies", "simulated_policy:LIFOPolicy")
-    assert "--policies simulated_policy:LIFOPolicy: simulated_policy has no LIFOPolicy; did you mean FIFOPolic" in wrong
+    assert "'--policies': simulated_policy:LIFOPolicy: simulated_policy has no LIFOPolicy; did you mean FIFO" in wrong
     assert "EVICTION_POLICY" not in wrong
 
 

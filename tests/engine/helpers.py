@@ -59,6 +59,7 @@ def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> 
 
 
 def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, tuple[int, ...]]:
+    assert not outputs or any(output.tokens for output in outputs.values()), "none of the requests was served"
     return {name: output.tokens for name, output in outputs.items()}
 
 

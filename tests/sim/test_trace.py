@@ -114,6 +114,8 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
         ('{"timestamp": 1,', "not JSON"),
         ('{"timestamp": 5, "hash_ids": [1,2', "(Expecting ',' delimiter at column 34)"),
         ("[1, 2]", "expected an object with"),
+        ("[" * 100_000, "line 2: too many arrays or objects in one another; got"),
+        (f'{{"timestamp": 1{"0" * 5000}}}', "line 2: a number of more than 4300 digits; got"),
         ({"hash_ids": [1]}, '"timestamp" is missing; expected a number of milliseconds, from 0 to 1.8e+308'),
         (request([1], None), '"timestamp" is None; expected a number of milliseconds'),
         (request([1], int("9" * 400)), "99...99"),

@@ -233,7 +233,7 @@ def test_a_reset_is_durable(tmp_path):
     assert restored_by_another(tmp_path) == 0
 
 
-def test_what_is_saved_after_a_reset_is_found_by_no_other_process(tmp_path):
+def test_what_is_saved_after_a_reset_is_found_by_no_other_process(tmp_path, caplog):
     """The weights may be others by then than those that the fingerprint names."""
     engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
     engine.reset_cache()
@@ -241,8 +241,10 @@ def test_what_is_saved_after_a_reset_is_found_by_no_other_process(tmp_path):
     num_stored = engine.offload_stats().num_stored_chunks
     assert num_stored > 0
     engine.close()
-    engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
+    with caplog.at_level("INFO", logger="tpu_offload"):
+        engine = Engine(TINY, TIGHT, offload=on_disk(tmp_path))
     assert engine.offload_stats().restored_chunks == 0
+    assert f"storage tier 0:file: 0 of the {num_stored} records of earlier runs can be found" in caplog.text
     settle(engine)
     serve_slowly(engine, rounds()[:1])
     num_stored = engine.offload_stats().num_stored_chunks

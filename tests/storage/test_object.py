@@ -38,6 +38,7 @@ from tpu_offload.storage import (
 )
 from tpu_offload.storage import object as object_tier
 from tpu_offload.storage.object import SWEEPER_NAME, ObjectTier
+from tpu_offload.storage.object_store import open_store, where
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,20 @@ def test_conformance(store_url, check):
 @pytest.mark.parametrize("check", CHECKS)
 def test_conformance_in_memory(check):
     check(lambda spec: ObjectTier(dataclasses.replace(spec, options="memory://")))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket/a/b/?region=x&endpoint=http://127.0.0.1:1&allow_http=true", "s3://bucket/a/b"),
+        ("gs://bucket", "gs://bucket/"),
+        ("memory://", "memory://"),
+        ("file://{}", "file://{}"),
+    ],
+)
+def test_messages_have_the_url_without_options(tmp_path, url, expected):
+    store, _ = open_store(url.format(tmp_path))
+    assert where(store) == expected.format(tmp_path)
 
 
 # --- what is there after a restart --------------------------------------------------------------

@@ -226,6 +226,11 @@ class Broken(MemoryTier):
         raise OSError("disk is full")
 
 
+class Exiting(MemoryTier):
+    def __init__(self, spec: StorageSpec) -> None:
+        raise SystemExit(3)
+
+
 class Unfinished(StorageTier):
     """Implements nothing."""
 
@@ -239,6 +244,7 @@ class Unfinished(StorageTier):
         (f"{__name__}:Missing", "Missing in .* is None; expected a class derived from"),
         (f"{__name__}:CHECKS", r"CHECKS in .* is \[.*; expected a class derived from"),
         (f"{__name__}:Broken", "cannot be made .OSError: disk is full"),
+        (f"{__name__}:Exiting", "cannot be made .SystemExit: SystemExit.3"),
         (f"{__name__}:Unfinished", "cannot be made .TypeError: Can't instantiate abstract class"),
         (f"{__name__}:Refusing", "^TPU_OFFLOAD_STORAGE_OPTIONS is empty; expected a directory$"),
         (":", "cannot be imported"),

@@ -47,7 +47,7 @@ _NUM_CORES = os.cpu_count() or 1
 def _policy(name: str) -> str:
     if ":" in name:
         try:
-            find_policy(name, setting="--policies ")
+            find_policy(name, setting="")
         except ConfigError as e:
             raise click.BadParameter(str(e)) from e
     elif name not in POLICIES and name != BOUND:

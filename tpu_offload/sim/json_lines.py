@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,19 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
                 try:
                     yield number, parse(json.loads(line.rstrip(b"\r\n")))
                 except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
-                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
-                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
+                    raise InputError(f"{path} line {number}: {_reason(e)}; got {_excerpt(line)}") from None
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg} at column {error.colno})"
+    if isinstance(error, RecursionError):
+        return "too many arrays or objects in one another"
+    if "integer string conversion" in str(error):  # its advice is a function of Python
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"
+    return str(error)
 
 
 def _check_unpacked(path: Path, head: bytes) -> None:

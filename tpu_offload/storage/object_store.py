@@ -111,5 +111,9 @@ def _open_directory(options: UrlOptions, *, create: bool) -> tuple[Store, Path]:
 
 
 def where(store: Store) -> str:
-    """The store, for messages."""
-    return one_line(store)
+    """The URL of the store, without options, for messages."""
+    if isinstance(store, MemoryStore):
+        return "memory://"
+    place = "" if isinstance(store, LocalStore) else f"{store.config['bucket']}/"
+    scheme = {LocalStore: "file", S3Store: "s3"}.get(type(store), "gs")
+    return one_line(f"{scheme}://{place}{store.prefix or ''}")[1:-1]

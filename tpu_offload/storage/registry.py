@@ -53,7 +53,7 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
         return found(spec)
     except OffloadError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # a library of the user's own tier may exit
         raise ConfigError(f"{what}: it cannot be made ({error_text(e)}) with {one_line(spec)}") from e
 
 

@@ -279,8 +279,9 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
 def test_every_name_in_the_settings_is_a_policy() -> None:
     assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
-    with pytest.raises(ConfigError, match="unknown eviction policy 'fifo'; expected one of density, lru, arc"):
-        find_policy("fifo")
+    for name in ("fifo", ":", "os:", ":FIFOPolicy"):
+        with pytest.raises(ConfigError, match=f"unknown eviction policy '{name}'; expected one of density, lru, arc"):
+            find_policy(name)
 
 
 @pytest.mark.parametrize("name", POLICIES)

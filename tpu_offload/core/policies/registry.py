@@ -40,8 +40,8 @@ def find_policy(
     name = name.value if isinstance(name, EvictionPolicyName) else name
     if name in POLICIES:
         return POLICIES[name]
-    module_name, colon, class_name = name.partition(":")
-    if not colon:
+    module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
         raise ConfigError(f"unknown eviction policy {name!r}; expected one of {', '.join(POLICIES)}, or module:Class")
     what = f"{setting}{name}"
     try:

@@ -17,6 +17,7 @@ keys are of another namespace (`request_table.KeySpace`), since it is not known 
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import final
@@ -34,6 +35,8 @@ from tpu_offload.core.storage.records import StoredRecords
 from tpu_offload.core.storage.writes import StorageWrites
 from tpu_offload.metrics import TierStats
 from tpu_offload.types import ChunkKey, JobKind
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -206,6 +209,12 @@ class StoragePlanner:
         for name in restored:
             self.records.add(name)
         self._counts.restored_chunks += len(restored)
+        if len(restored) < len(common):
+            _logger.info(
+                "storage tier %s: %d of the %d records of earlier runs can be found; the others, of another model or "
+                "saved after a reset, are deleted",
+                self._own_counts.tier, len(restored), len(common),
+            )  # fmt: skip
         self.writes.deletions.add_unknown([name for listing in listings for name in listing])
 
     def _fail_jobs(self, why: str) -> None:
