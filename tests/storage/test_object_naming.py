@@ -181,6 +181,46 @@ def test_a_store_that_was_cleared_is_noticed_within_a_minute_without_a_miss(tmp_
         assert sorted(tier.stored_keys()) == [key_of(2), key_of(3)]
 
 
+def test_an_engine_warns_of_another_one_with_its_prefix(tmp_path, monkeypatch, caplog):
+    """Replicas of a deployment have the same settings, and each deletes what the others store."""
+    now_s = 1000.0
+    monkeypatch.setattr(object_tier, "monotonic", lambda: now_s)
+
+    def warnings(tier, number):
+        nonlocal now_s
+        now_s += 60
+        write(tier, key_of(number), number)
+        lines = [record.message for record in caplog.records if "another engine has started there" in record.message]
+        caplog.clear()
+        return lines
+
+    def start_another(marker):
+        written_ns = marker.stat().st_mtime_ns
+        while marker.stat().st_mtime_ns == written_ns:  # times may be as coarse as 10 ms
+            with opened(tmp_path) as other:
+                write(other, key_of(7), 7)
+
+    with opened(tmp_path) as tier:
+        marker = tmp_path / marker_of(tier)
+        assert warnings(tier, 0) == []
+        tier.clear()
+        assert warnings(tier, 1) == warnings(tier, 2) == []
+        ObjectTier.open_inspector(f"file://{tmp_path}").clear(lambda num: None)
+        assert warnings(tier, 3) == warnings(tier, 4) == []
+        marker.unlink()
+        assert warnings(tier, 5) == warnings(tier, 6) == []
+        start_another(marker)
+        (line,) = warnings(tier, 8)
+        assert line.startswith(f"storage tier: file://{tmp_path}: ")
+        assert warnings(tier, 9) == [], "once for each start"
+        wait_until_swept()
+    with opened(tmp_path) as tier:
+        start_another(marker)  # of two that start together, too
+        assert len(warnings(tier, 10)) == 1
+    with opened(tmp_path) as tier:
+        assert warnings(tier, 11) == warnings(tier, 12) == []
+
+
 def test_an_answer_of_before_a_clear_is_not_used(tmp_path, monkeypatch, waiting):
     """The worker keeps them apart; if it did not, a cleared generation would have its name back."""
     with opened(tmp_path) as tier:

@@ -7,7 +7,7 @@ spread over the key range of a bucket. The object `<fingerprint>/<worker>/genera
 random number: `clear` overwrites it, and what other generations left is never listed or read again, and deleted in the
 background. After a call has failed or a record was missing, and once a minute, an engine looks at that object again
 before it writes. It may be gone with all else, and is written again then, or `tpu-offload tier clear` has named
-another, which is taken up.
+another, which is taken up. Every start writes it, so its time tells an engine that another one has started beside it.
 
 A record is one PUT, never a multipart upload, of which a crash would leave parts behind. obstore reads the caller's
 memory without copying it. After a timeout the HTTP client may go on reading it for a moment, so that the object, if it
@@ -21,6 +21,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from datetime import datetime
 from time import monotonic
 from typing import final
 
@@ -33,7 +34,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.storage.contract import StorageSpec, StorageTier, UndeletedError
 from tpu_offload.storage.format import RecordError
 from tpu_offload.storage.inspection import StoreInspector
-from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects
+from tpu_offload.storage.object_deletion import BATCH, LeftObjectsError, delete_objects, write_and_delete
 from tpu_offload.storage.object_directory import directories_of, make_directory, remove_staging_files, remove_tree
 from tpu_offload.storage.object_errors import may_answer_later, reason
 from tpu_offload.storage.object_late_writes import LateWrites
@@ -48,6 +49,7 @@ _NAMED_S = 60.0  # for which the store names the same generation, as far as an e
 SWEEPER_NAME = "tpu_offload-storage-sweep"  # of the threads that delete earlier generations
 _MAX_LATE_AT_ONCE = 16
 _OF_BEFORE = "objects of earlier generations"
+_ANOTHER = "storage tier: %s: another engine has started there; each deletes what the other stores: give each a prefix"
 _FULL = "No space left"  # on a directory's disk
 
 
@@ -81,6 +83,7 @@ class ObjectTier(StorageTier):
         self._is_published = False
         self._is_doubtful = False  # whether the store may name another one by now
         self._checked_s = monotonic()  # when it was asked last
+        self._marked_at: datetime | None = None  # by the store's clock; None from a PUT of ours until it is asked
         self._naming: Future[OSError | None] | None = None  # of the thread that asks it, what went wrong
         self._earlier: set[str] = set()  # generations to delete
         self._late = LateWrites()
@@ -94,8 +97,7 @@ class ObjectTier(StorageTier):
             is_new = not self._adopt()
             try:
                 self._publish()  # also what is there already: writes may be refused, and it gets no older than records
-                if is_new:
-                    self._adopt()  # only to find that reads are refused
+                self._adopt()  # for the time of the marker, and to find that reads are refused
                 self._check_deletion()
                 self._check_listing()
             except (BaseError, OSError) as e:
@@ -109,12 +111,8 @@ class ObjectTier(StorageTier):
 
     def _check_deletion(self) -> None:
         """Deletes an object that no other process knows. A tier that may not would take no writes once it is full."""
-        probe = f"{self._root}/{new_probe()}"
         try:
-            obstore.put(self._store, probe, b"probe", use_multipart=False)
-            obstore.delete(self._store, probe)
-        except FileNotFoundError:  # somebody else has deleted it
-            pass
+            write_and_delete(self._store, f"{self._root}/{new_probe()}")
         except (BaseError, OSError) as e:
             if not may_answer_later(e):
                 raise self._refused(e, "what it stores cannot be deleted: ") from None
@@ -148,13 +146,18 @@ class ObjectTier(StorageTier):
         return True
 
     def _named(self) -> str | None:
-        """What the store names as the generation, maybe damaged; None if it names none."""
+        """What the store names as the generation, maybe damaged; None if it names none. One thread at a time asks."""
         try:
-            return bytes(obstore.get(self._store, self._marker).bytes()).decode("ascii", "replace")
+            result = obstore.get(self._store, self._marker)
+            found = bytes(result.bytes()).decode("ascii", "replace")
         except FileNotFoundError as e:
             if "NoSuchBucket" in str(e):
                 raise
             return None
+        before, self._marked_at = self._marked_at, result.meta["last_modified"]
+        if before not in (None, self._marked_at) and found == self._generation:
+            _logger.warning(_ANOTHER, where(self._store))
+        return found
 
     def _check_unreachable(self, error: BaseException) -> None:
         """Logs that the store does not answer; raises ConfigError if it never will."""
@@ -384,6 +387,7 @@ class ObjectTier(StorageTier):
                 return
         self._make_directory()
         try:
+            self._marked_at = None
             obstore.put(self._store, self._marker, generation.encode(), use_multipart=False)
         except (BaseError, OSError) as e:
             raise OSError(reason(e)) from e

@@ -1,5 +1,6 @@
 """Deletes objects of an `object` tier, in batches where the store has them."""
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -30,6 +31,17 @@ class LeftObjectsError(OSError):
         super().__init__(why)
         self.names = tuple(names)
         self.is_outage = is_outage
+
+
+def write_and_delete(store: Store, name: str) -> None:
+    """Writes an object and deletes it.
+
+    Raises:
+      BaseError, OSError: one of them is refused, or the store does not answer.
+    """
+    obstore.put(store, name, b"probe", use_multipart=False)
+    with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+        obstore.delete(store, name)
 
 
 def delete_objects(store: Store, names: Sequence[str], stop: threading.Event | None = None) -> None:
