@@ -146,7 +146,7 @@ class ObjectTier(StorageTier):
         return True
 
     def _named(self) -> str | None:
-        """What the store names as the generation, maybe damaged, or None; warns of another engine that has written it."""
+        """What the store names as the generation, maybe damaged, or None; warns of another engine that wrote it."""
         try:
             result = obstore.get(self._store, self._marker)
             found = bytes(result.bytes()).decode("ascii", "replace")
